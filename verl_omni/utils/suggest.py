@@ -1,0 +1,18 @@
+"""Error messages for a name that is not known: say what was typed, the nearest known name, and all of them."""
+
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` Did you mean "x"?` when a known name is close to ``name``, else an empty string."""
+    by_lower = {str(k).lower(): str(k) for k in known}
+    match = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6)
+    return f' Did you mean "{by_lower[match[0]]}"?' if match else ""
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """One line such as ``unknown algorithm "flow_grop": did you mean "flow_grpo"? known: flow_grpo, mix_grpo``."""
+    known = sorted({str(k) for k in known})
+    hint = nearest(name, known).replace(" Did", "did", 1)
+    return f'unknown {kind} "{name}": ' + (f"{hint} " if hint else "") + f"known: {', '.join(known) or 'none'}"
