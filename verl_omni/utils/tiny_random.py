@@ -1,0 +1,200 @@
+"""Tiny checkpoints with random weights: valid diffusers folders of the real classes, for trying things on a CPU.
+
+    python -m verl_omni.utils.tiny_random QwenImagePipeline OUT
+
+A folder is built without network in about a second, in float32, byte for byte the same for the same seed. Every tiny
+model answers to each of its inputs (prompt, timestep, latents), so that a test that mixes up two of them fails.
+
+A new architecture is one function: a builder, registered under the pipeline's class name, that returns the pipeline.
+"""
+
+import argparse
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from verl_omni.utils.suggest import unknown
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+    from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration
+
+BUILDERS: dict[str, Callable[[], "DiffusionPipeline"]] = {}
+
+QWEN_SPECIAL_TOKENS = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+]
+
+# ChatML with the system message that Qwen2.5-VL's tokenizer puts in where a conversation has none.
+CHATML_TEMPLATE = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+# What QwenImagePipeline writes before the prompt. It cuts off the first 34 tokens, so a tokenizer must make exactly
+# 34 of these words.
+QWEN_IMAGE_PREFIX = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
+    "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n"
+)
+
+
+def register_builder(pipeline_class: str) -> Callable:
+    """Register a function without arguments that returns a randomly initialised tiny pipeline of this class."""
+
+    def decorator(builder: Callable[[], "DiffusionPipeline"]) -> Callable[[], "DiffusionPipeline"]:
+        BUILDERS[pipeline_class] = builder
+        return builder
+
+    return decorator
+
+
+def build_tiny_random(pipeline_class: str, out: str | Path, seed: int = 0) -> Path:
+    """Build the tiny-random checkpoint of a pipeline class in the folder ``out`` and return that folder."""
+    if pipeline_class not in BUILDERS:
+        raise ValueError(unknown("tiny pipeline", pipeline_class, BUILDERS))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        pipeline = BUILDERS[pipeline_class]()
+    pipeline.save_pretrained(out)
+    return Path(out)
+
+
+@torch.no_grad()
+def strengthen(module: torch.nn.Module, gain: float) -> None:
+    """Multiply the weights of linear and convolution layers: torch's default start lets a signal fade on its way."""
+    for layer in module.modules():
+        if isinstance(layer, torch.nn.Linear | torch.nn.Conv2d | torch.nn.Conv3d):
+            layer.weight.mul_(gain)
+
+
+def qwen_tokenizer(known_texts: Iterable[str]) -> "PreTrainedTokenizerBase":
+    """A Qwen2 tokenizer to which every word of ``known_texts`` is one token; all else is spelled in bytes or pieces.
+
+    Training byte-pair encoding on nothing but these texts, until there is no pair left to merge, gives just that.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import Qwen2Tokenizer
+
+    tokenizer = Qwen2Tokenizer().train_new_from_iterator(
+        known_texts,
+        vocab_size=100_000,
+        new_special_tokens=QWEN_SPECIAL_TOKENS,
+        initial_alphabet=sorted(ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.chat_template = CHATML_TEMPLATE
+    return tokenizer
+
+
+def qwen_text_encoder(
+    tokenizer: "PreTrainedTokenizerBase", hidden_size: int = 32
+) -> "Qwen2_5_VLForConditionalGeneration":
+    """A two-layer Qwen2.5-VL with four heads, random weights, and the vocabulary of ``tokenizer``."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    half_head = hidden_size // 8
+    text_config = dict(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "mrope_section": [half_head // 4, half_head // 4, half_head - 2 * (half_head // 4)],
+        },
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        # Wide enough that attention tells tokens apart: with the usual 0.02 a token's neighbours hardly matter.
+        initializer_range=0.2,
+    )
+    vision_config = dict(
+        depth=1,
+        hidden_size=16,
+        intermediate_size=32,
+        num_heads=2,
+        out_hidden_size=hidden_size,
+        fullatt_block_indexes=[0],
+    )
+    token_id = tokenizer.convert_tokens_to_ids
+    config = Qwen2_5_VLConfig(
+        text_config=text_config,
+        vision_config=vision_config,
+        image_token_id=token_id("<|image_pad|>"),
+        video_token_id=token_id("<|video_pad|>"),
+        vision_start_token_id=token_id("<|vision_start|>"),
+        vision_end_token_id=token_id("<|vision_end|>"),
+    )
+    return Qwen2_5_VLForConditionalGeneration(config).eval()
+
+
+@register_builder("QwenImagePipeline")
+def qwen_image() -> "DiffusionPipeline":
+    from diffusers import (
+        AutoencoderKLQwenImage,
+        FlowMatchEulerDiscreteScheduler,
+        QwenImagePipeline,
+        QwenImageTransformer2DModel,
+    )
+
+    tokenizer = qwen_tokenizer([QWEN_IMAGE_PREFIX, "assistant\n"])
+    text_encoder = qwen_text_encoder(tokenizer, hidden_size=32)
+    vae = AutoencoderKLQwenImage(
+        base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+        # Not 0 and 1, so that a forgotten or inverted normalisation shows.
+        latents_mean=[-0.3, 0.2, 0.1, -0.1],
+        latents_std=[1.2, 0.8, 1.5, 0.7],
+    )
+    transformer = QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        axes_dims_rope=(4, 6, 6),
+    )
+    strengthen(vae.decoder, 2.0)
+    strengthen(transformer, 2.0)
+    scheduler = FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True,
+        base_shift=0.5,
+        max_shift=0.9,
+        base_image_seq_len=256,
+        max_image_seq_len=8192,
+        shift_terminal=0.02,
+    )
+    return QwenImagePipeline(scheduler, vae, text_encoder, tokenizer, transformer)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write a tiny checkpoint with random weights in diffusers' format.")
+    parser.add_argument("pipeline_class", metavar="PIPELINE", help=f"one of: {', '.join(sorted(BUILDERS))}")
+    parser.add_argument("out", metavar="OUT", help="folder to write")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    try:
+        print(build_tiny_random(args.pipeline_class, args.out, args.seed))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()
