@@ -1,0 +1,232 @@
+"""The model seam: what is particular to one architecture, and nothing of any algorithm.
+
+`DiffusionModelBase` is one adapter for two uses. Training replays a stored denoising step through
+`prepare_model_inputs` and `forward_and_sample_previous_step`; the embedded rollout drives the same two with
+`pipelines/sampling.py`, so that both compute the same velocity by construction. The base class carries what most
+flow-matching models share; a new model overrides what differs.
+"""
+
+import importlib
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+
+from verl_omni.pipelines.utils import load_tokenizers, pipeline_class
+from verl_omni.utils.suggest import unknown
+from verl_omni.workers.config import DiffusionModelConfig
+
+Conditions = dict[str, torch.Tensor]
+
+# Built-in adapters, imported when their architecture is first asked for.
+_BUILTIN: dict[str, str] = {
+    "QwenImagePipeline": "verl_omni.pipelines.qwen_image_flow_grpo",
+}
+
+
+class _Registry:
+    """(architecture, algorithm) -> adapter, where an algorithm without an adapter of its own uses its family's."""
+
+    def __init__(self, kind: str):
+        self.kind = kind
+        self.classes: dict[str, dict[str, type]] = {}
+
+    def add(self, architecture: str, algorithm: str, cls: type) -> None:
+        self.classes.setdefault(architecture, {})[algorithm] = cls
+
+    def architectures(self) -> list[str]:
+        return sorted({*self.classes, *_BUILTIN})
+
+    def find(self, architecture: str, algorithm: str) -> type:
+        from verl_omni.algorithms.registry import get_algorithm
+
+        if architecture not in self.classes and architecture in _BUILTIN:
+            importlib.import_module(_BUILTIN[architecture])
+        if architecture not in self.classes:
+            raise ValueError(unknown(f"{self.kind} architecture", architecture, self.architectures()))
+        adapters = self.classes[architecture]
+        if algorithm in adapters:
+            return adapters[algorithm]
+        family = get_algorithm(algorithm).adapter
+        if family in adapters:
+            return adapters[family]
+        if len(set(adapters.values())) == 1:
+            return next(iter(adapters.values()))
+        raise ValueError(unknown(f"algorithm of the {self.kind} adapters for {architecture}", algorithm, adapters))
+
+
+class DiffusionModelBase(ABC):
+    """Adapter of one architecture. All methods are classmethods: an adapter holds no state."""
+
+    registry: ClassVar[_Registry] = _Registry("model")
+
+    # LoRA target modules where the user names none.
+    lora_target_modules: ClassVar[list[str]] = ["to_q", "to_k", "to_v", "to_out.0"]
+    # The smallest step of height and width is vae_scale_factor times this.
+    size_multiple: ClassVar[int] = 2
+    # Submodules of the pipeline that are trained (Wan2.2 has two).
+    trained_components: ClassVar[tuple[str, ...]] = ("transformer",)
+
+    # ---- registry -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def register(cls, architecture: str, algorithm: str = "flow_grpo"):
+        """Class decorator: this adapter serves `architecture` (the `_class_name` in model_index.json)."""
+
+        def wrap(adapter: type) -> type:
+            cls.registry.add(architecture, algorithm, adapter)
+            return adapter
+
+        return wrap
+
+    @classmethod
+    def get_class(cls, model_config: DiffusionModelConfig) -> type["DiffusionModelBase"]:
+        return cls.registry.find(model_config.architecture, model_config.algorithm)
+
+    # ---- training and rollout -------------------------------------------------------------------------------------
+
+    @classmethod
+    def build_scheduler(cls, model_config: DiffusionModelConfig):
+        """The model's own noise schedule with our stochastic steps."""
+        from verl_omni.pipelines.schedulers import FlowMatchSDEDiscreteScheduler
+
+        return FlowMatchSDEDiscreteScheduler.from_pretrained(model_config.path, subfolder="scheduler")
+
+    @classmethod
+    def set_timesteps(cls, scheduler, model_config: DiffusionModelConfig, device: torch.device | str) -> None:
+        """Timesteps exactly as the upstream pipeline sets them."""
+        scheduler.set_timesteps(model_config.pipeline.num_inference_steps, device=device)
+
+    @classmethod
+    @abstractmethod
+    def prepare_model_inputs(
+        cls,
+        module: torch.nn.Module,
+        model_config: DiffusionModelConfig,
+        latents: torch.Tensor,
+        timesteps: torch.Tensor,
+        prompt_embeds: torch.Tensor,
+        prompt_embeds_mask: torch.Tensor | None,
+        negative_prompt_embeds: torch.Tensor | None,
+        negative_prompt_embeds_mask: torch.Tensor | None,
+        micro_batch: Any,
+        step: int,
+    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """Keyword arguments of the transformer for denoising step `step`: with the prompt, and (under CFG) without.
+
+        `latents` is (B, T, ...) and `timesteps` (B, T). What else `encode_prompts` returned is in `micro_batch`.
+        """
+
+    @classmethod
+    def forward(cls, module: torch.nn.Module, model_inputs: dict[str, Any]) -> torch.Tensor:
+        """One call of the transformer: the velocity noise - data, in the layout of the latents."""
+        return module(**model_inputs, return_dict=False)[0]
+
+    @classmethod
+    def cfg_scale(cls, model_config: DiffusionModelConfig) -> float:
+        """Strength of classifier-free guidance; 1 or less means that there is no unconditional half."""
+        return model_config.pipeline.true_cfg_scale
+
+    @classmethod
+    def combine_cfg(cls, cond: torch.Tensor, uncond: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
+        return uncond + cls.cfg_scale(model_config) * (cond - uncond)
+
+    @classmethod
+    def predict_velocity(
+        cls,
+        module: torch.nn.Module,
+        model_config: DiffusionModelConfig,
+        model_inputs: dict[str, Any],
+        negative_model_inputs: dict[str, Any] | None,
+    ) -> torch.Tensor:
+        """Guided velocity in float32. Only the conditional half carries a gradient, as in Flow-GRPO."""
+        if negative_model_inputs is None:
+            return cls.forward(module, model_inputs).float()
+        with torch.no_grad():
+            uncond = cls.forward(module, negative_model_inputs).float()
+        cond = cls.forward(module, model_inputs).float()
+        return cls.combine_cfg(cond, uncond, model_config)
+
+    @classmethod
+    def forward_and_sample_previous_step(
+        cls,
+        module: torch.nn.Module,
+        scheduler,
+        model_config: DiffusionModelConfig,
+        model_inputs: dict[str, Any],
+        negative_model_inputs: dict[str, Any] | None,
+        scheduler_inputs: dict[str, torch.Tensor],
+        step: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(log_prob, prev_sample_mean, std_dev_t) of the stored step `sample` -> `prev_sample` under this module."""
+        velocity = cls.predict_velocity(module, model_config, model_inputs, negative_model_inputs)
+        _, log_prob, mean, std_dev_t = scheduler.sample_previous_step(
+            sample=scheduler_inputs["sample"],
+            model_output=velocity,
+            timestep=scheduler_inputs["timestep"],
+            prev_sample=scheduler_inputs["prev_sample"],
+            noise_level=model_config.algo.noise_level,
+            sde_type=model_config.algo.sde_type,
+        )
+        return log_prob, mean, std_dev_t
+
+    # ---- prompts and images: what the embedded rollout needs beside the transformer ----------------------------------
+
+    @classmethod
+    def load_pipeline(cls, model_config: DiffusionModelConfig, device: torch.device | str, dtype: torch.dtype):
+        """The upstream pipeline without what is trained: tokenizers, text encoders, VAE and their helpers."""
+        without = dict.fromkeys(cls.trained_components)
+        pipe = pipeline_class(model_config.architecture).from_pretrained(model_config.path, torch_dtype=dtype, **without)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe.to(device)
+
+    @classmethod
+    def load_tokenizers(cls, model_config: DiffusionModelConfig) -> dict[str, Any]:
+        return load_tokenizers(model_config.tokenizer_path or model_config.path)
+
+    @classmethod
+    @abstractmethod
+    def tokenize(cls, tokenizers: dict[str, Any], prompt: str, max_sequence_length: int) -> list[int]:
+        """Token ids of one prompt, its template included, exactly as the upstream pipeline makes them."""
+
+    @classmethod
+    @abstractmethod
+    def encode_prompt(cls, pipe, prompt_ids: list[int], model_config: DiffusionModelConfig) -> Conditions:
+        """Text features of one prompt (batch dimension 1): `prompt_embeds`, `prompt_embeds_mask` and what else is needed.
+
+        One prompt at a time, so that its features do not depend on what else is in a batch.
+        """
+
+    @classmethod
+    @abstractmethod
+    def prepare_latents(
+        cls, pipe, module: torch.nn.Module, model_config: DiffusionModelConfig, generators: list[torch.Generator]
+    ) -> torch.Tensor:
+        """Initial noise in float32, one row a generator."""
+
+    @classmethod
+    @abstractmethod
+    def decode_latents(cls, pipe, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
+        """Images (B, 3, H, W) or videos (B, F, 3, H, W) in [0, 1]."""
+
+    @classmethod
+    def check(cls, model_config: DiffusionModelConfig) -> None:
+        """Raise one clear line where this architecture cannot do what is asked. Runs before any worker starts."""
+
+
+class VllmOmniPipelineBase:
+    """Registry of the rollout adapters for vLLM-Omni, which live in the same packages and are imported on demand."""
+
+    registry: ClassVar[_Registry] = _Registry("vllm-omni")
+
+    @classmethod
+    def register(cls, architecture: str, algorithm: str = "flow_grpo"):
+        def wrap(adapter: type) -> type:
+            cls.registry.add(architecture, algorithm, adapter)
+            return adapter
+
+        return wrap
+
+    @classmethod
+    def get_class(cls, architecture: str, algorithm: str) -> type:
+        return cls.registry.find(architecture, algorithm)

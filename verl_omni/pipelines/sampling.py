@@ -1,0 +1,112 @@
+"""The denoising loop. It exists once: model adapters say how a velocity is made, schedulers how a step is taken."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
+from verl_omni.workers.config import DiffusionModelConfig
+
+
+@dataclass
+class Trajectory:
+    """What training needs of a rollout, in float32: the steps inside each sample's SDE window, and the end."""
+
+    final_latents: torch.Tensor  # (B, ...)
+    latents: torch.Tensor  # (B, W + 1, ...): before each stored step, and after the last
+    timesteps: torch.Tensor  # (B, W)
+    log_probs: torch.Tensor  # (B, W)
+    means: torch.Tensor | None  # (B, W, ...), where the loss asks for them
+
+    def rows(self) -> list[dict[str, torch.Tensor]]:
+        """One dict a sample, under the names that the batch carries them by."""
+        fields = {
+            "final_latents": self.final_latents,
+            "all_latents": self.latents,
+            "all_timesteps": self.timesteps,
+            "rollout_log_probs": self.log_probs,
+            "old_prev_sample_mean": self.means,
+        }
+        held = {k: v for k, v in fields.items() if v is not None}
+        return [{k: v[i] for k, v in held.items()} for i in range(len(self.final_latents))]
+
+
+def as_micro_batch(conditions: Conditions) -> dict[str, torch.Tensor | None]:
+    """The four documented text fields, absent ones None, and whatever else the model's text encoder returned."""
+    names = ("prompt_embeds", "prompt_embeds_mask", "negative_prompt_embeds", "negative_prompt_embeds_mask")
+    return dict.fromkeys(names) | conditions
+
+
+def velocity(
+    adapter: type[DiffusionModelBase],
+    module: torch.nn.Module,
+    model_config: DiffusionModelConfig,
+    latents: torch.Tensor,
+    timesteps: torch.Tensor,
+    conditions: Conditions,
+) -> torch.Tensor:
+    """Guided velocity of samples (B, ...) at timesteps (B,)."""
+    batch = as_micro_batch(conditions)
+    inputs, negative = adapter.prepare_model_inputs(
+        module,
+        model_config,
+        latents=latents[:, None],
+        timesteps=timesteps[:, None],
+        prompt_embeds=batch["prompt_embeds"],
+        prompt_embeds_mask=batch["prompt_embeds_mask"],
+        negative_prompt_embeds=batch["negative_prompt_embeds"],
+        negative_prompt_embeds_mask=batch["negative_prompt_embeds_mask"],
+        micro_batch=batch,
+        step=0,
+    )
+    return adapter.predict_velocity(module, model_config, inputs, negative)
+
+
+@torch.no_grad()
+def denoise(
+    adapter: type[DiffusionModelBase],
+    module: torch.nn.Module,
+    scheduler: Any,
+    model_config: DiffusionModelConfig,
+    latents: torch.Tensor,
+    conditions: Conditions,
+    generators: list[torch.Generator],
+    windows: list[tuple[int, int]],
+    keep_means: bool = False,
+) -> Trajectory:
+    """Walk from noise to data: stochastic inside each sample's window [start, end), the Euler ODE outside.
+
+    All windows have one length, so that the stored steps stack; they may lie at different places.
+    """
+    size = len(latents)
+    length = windows[0][1] - windows[0][0]
+    algo = model_config.algo
+    stored = latents.new_zeros(size, length + 1, *latents.shape[1:])
+    means = latents.new_zeros(size, length, *latents.shape[1:]) if keep_means else None
+    log_probs = latents.new_zeros(size, length)
+    timesteps = scheduler.timesteps.new_zeros(size, length)
+
+    for i, t in enumerate(scheduler.timesteps):
+        inside = [row for row, (start, end) in enumerate(windows) if start <= i < end]
+        slots = [i - windows[row][0] for row in inside]
+        noise_level = torch.zeros(size)
+        noise_level[inside] = algo.noise_level
+        step = t.expand(size)
+        if inside:
+            stored[inside, slots] = latents[inside]
+            timesteps[inside, slots] = t
+        latents, log_prob, mean, _ = scheduler.sample_previous_step(
+            sample=latents,
+            model_output=velocity(adapter, module, model_config, latents, step, conditions),
+            timestep=step,
+            generator=generators,
+            noise_level=noise_level.to(latents.device, non_blocking=True),
+            sde_type=algo.sde_type,
+        )
+        if inside:
+            log_probs[inside, slots] = log_prob[inside]
+            stored[inside, [s + 1 for s in slots]] = latents[inside]
+            if keep_means:
+                means[inside, slots] = mean[inside]
+    return Trajectory(latents, stored, timesteps, log_probs, means)

@@ -1,0 +1,90 @@
+"""Gather single asynchronous calls into batches."""
+
+import asyncio
+import concurrent.futures
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class _Call:
+    item: Any
+    key: Hashable
+    position: tuple[int, int] | None
+    done: asyncio.Future
+
+
+class Batcher:
+    """Runs `work(items) -> results` in one background thread, on up to `max_size` waiting items of one key at a time.
+
+    A call may say its `position` (index, total) in a burst. Batches are then the consecutive blocks of the burst,
+    whatever the order of arrival, so that a run repeats bit for bit. Other calls are batched by a short wait.
+    """
+
+    def __init__(self, work: Callable[[list[Any]], list[Any]], max_size: int, max_wait_s: float):
+        self.work, self.max_size, self.max_wait_s = work, max_size, max_wait_s
+        self._waiting: list[_Call] = []
+        self._pump: asyncio.Task | None = None
+        self._arrived: asyncio.Event | None = None
+        self._thread = concurrent.futures.ThreadPoolExecutor(1)
+
+    async def submit(self, item: Any, key: Hashable = None, position: tuple[int, int] | None = None) -> Any:
+        loop = asyncio.get_running_loop()
+        call = _Call(item, key, position, loop.create_future())
+        self._waiting.append(call)
+        if self._arrived is None:
+            self._arrived = asyncio.Event()
+        self._arrived.set()
+        if self._pump is None or self._pump.done():
+            self._pump = loop.create_task(self._run())
+        return await call.done
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            batch = await self._next_batch()
+            try:
+                results = await loop.run_in_executor(self._thread, self.work, [c.item for c in batch])
+                if len(results) != len(batch):
+                    raise ValueError(f"a batch of {len(batch)} gave {len(results)} results: expected one for each")
+            except Exception as error:  # every caller of the batch gets it
+                results = [error] * len(batch)
+            for call, result in zip(batch, results, strict=True):
+                if call.done.cancelled():
+                    continue
+                if isinstance(result, Exception):
+                    call.done.set_exception(result)
+                else:
+                    call.done.set_result(result)
+
+    async def _next_batch(self) -> list[_Call]:
+        while True:
+            block = self._whole_block()
+            if block:
+                return self._take(block)
+            loose = [c for c in self._waiting if c.position is None]
+            same = [c for c in loose if c.key == loose[0].key][: self.max_size] if loose else []
+            if len(same) == self.max_size:
+                return self._take(same)
+            self._arrived.clear()
+            try:
+                await asyncio.wait_for(self._arrived.wait(), self.max_wait_s if loose else None)
+            except asyncio.TimeoutError:
+                return self._take(same)
+
+    def _whole_block(self) -> list[_Call]:
+        """The first block of a burst of which every member has arrived."""
+        blocks: dict[Any, list[_Call]] = {}
+        for call in self._waiting:
+            if call.position is not None:
+                index, total = call.position
+                blocks.setdefault((call.key, total, index // self.max_size), []).append(call)
+        for (_, total, number), calls in sorted(blocks.items(), key=lambda b: b[0][2]):
+            if len(calls) == min(self.max_size, total - number * self.max_size):
+                return sorted(calls, key=lambda c: c.position[0])
+        return []
+
+    def _take(self, batch: list[_Call]) -> list[_Call]:
+        self._waiting = [c for c in self._waiting if c not in batch]
+        return batch

@@ -1,0 +1,73 @@
+"""Knobs of the update: loss, optimizer, sharding and checkpoints of the trained transformer."""
+
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from verl_omni.utils.knob import knob
+
+
+@dataclass
+class DiffusionLossConfig:
+    """What is left null is the algorithm's own choice."""
+
+    loss_mode: Optional[str] = knob("flow_grpo", "name of a registered loss or algorithm")
+    clip_ratio: Optional[float] = knob(None, "PPO clip range epsilon: the ratio is kept within 1 -/+ epsilon")
+    clip_ratio_low: Optional[float] = knob(None, "lower clip range; null: clip_ratio")
+    clip_ratio_high: Optional[float] = knob(None, "upper clip range; null: clip_ratio")
+    adv_clip_max: Optional[float] = knob(None, "advantages are clamped to -/+ this")
+    extra: dict[str, Any] = knob({}, "knobs of one algorithm only; its file says which")
+
+
+@dataclass
+class OptimizerConfig:
+    optimizer: str = knob("AdamW", "class in torch.optim")
+    lr: float = knob(1e-4, "learning rate")
+    betas: list[float] = knob([0.9, 0.999], "AdamW betas")
+    eps: float = knob(1e-8, "AdamW epsilon")
+    weight_decay: float = knob(1e-4, "weight decay")
+    clip_grad: float = knob(1.0, "largest gradient norm; 0 turns clipping off")
+    lr_scheduler_type: str = knob("constant", "constant, linear or cosine")
+    lr_warmup_steps: int = knob(0, "optimizer steps of linear warm-up")
+    total_training_steps: Optional[int] = knob(None, "optimizer steps of the schedule; the trainer fills it in")
+
+
+@dataclass
+class FSDPConfig:
+    """FSDP2: gloo on CPUs, NCCL on GPUs."""
+
+    strategy: str = knob("fsdp2", "sharding strategy")
+    fsdp_size: int = knob(-1, "ranks in one shard group; -1: all")
+    reshard_after_forward: bool = knob(True, "free gathered weights after each block")
+    model_dtype: str = knob("float32", "dtype that frozen (LoRA) or all (full) weights are held in")
+    dtype: str = knob("float32", "dtype of forward and backward: float32 or bfloat16 (weights stay in model_dtype)")
+    param_offload: bool = knob(False, "keep weights in CPU memory between stages")
+    optimizer_offload: bool = knob(False, "keep optimizer state in CPU memory between updates")
+    seed: int = knob(0, "seed of what the engine initialises (LoRA weights)")
+
+
+@dataclass
+class CheckpointConfig:
+    save_contents: list[str] = knob(["model", "optimizer", "extra", "export"], "export: weights in diffusers' format")
+    load_contents: list[str] = knob(["model", "optimizer", "extra"], "what resuming reads")
+
+
+@dataclass
+class DiffusionActorConfig:
+    strategy: str = knob("fsdp2", "training engine")
+    ppo_mini_batch_size: int = knob(4, "prompts (each with its n images) in one optimizer step")
+    ppo_micro_batch_size_per_gpu: int = knob(16, "(sample, step) pairs in one forward and backward: a memory knob only")
+    ppo_epochs: int = knob(1, "passes over one rollout")
+    shuffle: bool = knob(False, "shuffle prompts between mini-batches")
+    use_kl_loss: bool = knob(False, "add a KL term to the reference model")
+    kl_loss_coef: float = knob(0.04, "weight of the KL term")
+    ema_decay: float = knob(0.0, "decay of a moving average of the trained weights, used for validation; 0: none")
+    diffusion_loss: DiffusionLossConfig = knob(DiffusionLossConfig, "")
+    optim: OptimizerConfig = knob(OptimizerConfig, "")
+    fsdp_config: FSDPConfig = knob(FSDPConfig, "")
+    checkpoint: CheckpointConfig = knob(CheckpointConfig, "")
+
+
+@dataclass
+class DiffusionRefConfig:
+    log_prob_micro_batch_size_per_gpu: Optional[int] = knob(None, "pairs in one no-grad forward; null: the actor's")
+    param_offload: bool = knob(False, "full fine-tuning: keep the reference copy in CPU memory when it is not used")

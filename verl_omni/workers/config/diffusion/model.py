@@ -1,0 +1,46 @@
+"""Knobs of the model: where it lies, what of it is trained, and which algorithm trains it."""
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from verl_omni.utils.knob import knob
+from verl_omni.workers.config.diffusion.rollout import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig
+
+
+@dataclass
+class DiffusionModelConfig:
+    path: Optional[str] = knob(None, "diffusers folder of the model (the one with model_index.json)")
+    algorithm: str = knob("flow_grpo", "the one flag that selects loss, advantage, sampling and adapter")
+    architecture: Optional[str] = knob(None, "pipeline class; null: read from model_index.json")
+    external_lib: Optional[Any] = knob(None, "module(s) to import everywhere: registers your algorithm, model, reward")
+    tokenizer_path: Optional[str] = knob(None, "tokenizer folder; null: the model's own")
+    transformer_subfolder: str = knob("transformer", "subfolder of the trained transformer")
+    config_path: Optional[str] = knob(None, "folder of the transformer's config; null: beside its weights")
+    lora_rank: int = knob(0, "LoRA rank; 0 trains all weights of the transformer")
+    lora_alpha: int = knob(64, "LoRA alpha")
+    target_modules: Optional[Any] = knob(None, "LoRA target modules; null: the architecture's default")
+    lora_init: str = knob("gaussian", "peft's init_lora_weights")
+    lora_path: Optional[str] = knob(None, "folder with LoRA weights (diffusers format) to start from")
+    enable_gradient_checkpointing: bool = knob(False, "recompute activations in the backward pass to save memory")
+    pipeline: DiffusionPipelineConfig = knob(DiffusionPipelineConfig, "")
+    algo: DiffusionRolloutAlgoConfig = knob(DiffusionRolloutAlgoConfig, "")
+
+    def __post_init__(self) -> None:
+        if self.architecture is None and self.path is not None:
+            self.architecture = read_architecture(self.path)
+
+
+def read_architecture(path: str) -> str:
+    """`_class_name` of a diffusers folder, or one clear line on what is wrong with the folder."""
+    index = os.path.join(os.path.expanduser(path), "model_index.json")
+    if not os.path.isdir(os.path.expanduser(path)):
+        raise FileNotFoundError(f'actor_rollout_ref.model.path="{path}" is no folder: give a local diffusers folder')
+    if not os.path.isfile(index):
+        raise FileNotFoundError(
+            f'actor_rollout_ref.model.path="{path}" holds no model_index.json: expected a folder written by '
+            "diffusers' `pipe.save_pretrained(folder)`"
+        )
+    with open(index) as f:
+        return json.load(f)["_class_name"]

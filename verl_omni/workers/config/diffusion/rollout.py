@@ -1,0 +1,84 @@
+"""Knobs of the rollout: what is drawn, how the reverse process steps, and which engine does it."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from verl_omni.utils.knob import knob
+
+
+@dataclass
+class DiffusionPipelineConfig:
+    """What one call of the generator does; the names are diffusers' own."""
+
+    height: int = knob(512, "image height in pixels, a multiple of the model's vae_scale_factor * 2")
+    width: int = knob(512, "image width in pixels, likewise")
+    num_frames: Optional[int] = knob(None, "frames of a video; null for image models")
+    num_inference_steps: int = knob(10, "denoising steps of a training rollout")
+    true_cfg_scale: float = knob(1.0, "true classifier-free guidance (Qwen-Image); 1 turns it off")
+    guidance_scale: Optional[float] = knob(None, "guidance of pipelines that call it so; null is the pipeline's default")
+    negative_prompt: str = knob(" ", "negative prompt where the data has no `negative_prompt` column")
+    max_sequence_length: int = knob(512, "longest prompt in tokens; a longer one is an error")
+
+
+# Validation may change any of these; what is left null is as in training.
+ValPipelineConfig = dataclasses.make_dataclass(
+    "ValPipelineConfig",
+    [(f.name, Optional[f.type], knob(None, f"validation's {f.name}; null: as in training"))
+     for f in dataclasses.fields(DiffusionPipelineConfig)],
+    namespace={"__module__": __name__},
+)  # fmt: skip
+
+
+@dataclass
+class DiffusionRolloutAlgoConfig:
+    """The stochastic reverse process. What is left null is the algorithm's own choice."""
+
+    sde_type: Optional[str] = knob(None, "reverse step: sde, cps, dance_sde, or a registered name")
+    noise_level: Optional[float] = knob(None, "noise level a (eta of dance_sde); 0 is the ODE")
+    sde_window_size: Optional[int] = knob(None, "how many steps are stochastic and trained; null: all but the last")
+    sde_window_range: Optional[list[int]] = knob(None, "[lo, hi) within which a window lies; null: all but the last")
+    sde_window_schedule: Optional[str] = knob(
+        None, "where the window starts: random (drawn anew), progressive, decay, exp_decay (it moves over training)"
+    )
+    sde_window_iters: Optional[int] = knob(None, "training steps between two moves of a moving window")
+    sde_window_stride: Optional[int] = knob(None, "denoising steps that a moving window moves by")
+    sde_window_per_group: Optional[bool] = knob(None, "a random window is drawn for each prompt, not for each step")
+    same_initial_noise: Optional[bool] = knob(None, "all images of a prompt start from the same noise")
+
+
+@dataclass
+class DiffusionValKwargs:
+    """How validation samples: by default the ODE, one image a prompt, the same seeds every time."""
+
+    pipeline: ValPipelineConfig = knob(ValPipelineConfig, "")
+    n: int = knob(1, "images a prompt in validation")
+    noise_level: float = knob(0.0, "noise level in validation; 0 is the deterministic sampler")
+    sde_type: Optional[str] = knob(None, "reverse step in validation; null: as in training")
+    seed: int = knob(42, "seed of the validation images")
+
+
+@dataclass
+class AgentConfig:
+    num_workers: int = knob(1, "processes that turn prompts into requests and wait for images and rewards")
+    default_agent_loop: str = knob("diffusion_single_turn_agent", "agent loop for rows without an `agent_name`")
+
+
+@dataclass
+class DiffusionRolloutConfig:
+    name: str = knob("diffusers", "rollout engine: diffusers (embedded, on the actor's own weights) or vllm_omni")
+    n: int = knob(16, "images a prompt: the group that is compared")
+    seed: int = knob(0, "seed of the training rollouts")
+    max_num_seqs: int = knob(32, "requests in one forward")
+    request_batch_max_wait_ms: float = knob(20.0, "how long a batch that is not full waits for more requests")
+    pipeline: DiffusionPipelineConfig = knob(DiffusionPipelineConfig, "")
+    algo: DiffusionRolloutAlgoConfig = knob(DiffusionRolloutAlgoConfig, "")
+    val_kwargs: DiffusionValKwargs = knob(DiffusionValKwargs, "")
+    agent: AgentConfig = knob(AgentConfig, "")
+    engine_kwargs: dict[str, Any] = knob({}, "further arguments of the rollout engine")
+
+
+def validation_pipeline(rollout: DiffusionRolloutConfig) -> DiffusionPipelineConfig:
+    """The pipeline knobs of validation: training's, with those of `val_kwargs.pipeline` that are set."""
+    over = {k: v for k, v in dataclasses.asdict(rollout.val_kwargs.pipeline).items() if v is not None}
+    return dataclasses.replace(rollout.pipeline, **over)

@@ -1,0 +1,149 @@
+"""The embedded rollout engine: diffusers, in the actor's process, on the actor's own weights.
+
+There is no copy of the model and nothing to synchronise, so the rollout's log-probabilities are the policy's own. It
+answers the same `generate` call as a vLLM-Omni server.
+"""
+
+import collections
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
+from verl_omni.pipelines.sampling import denoise
+from verl_omni.utils.batcher import Batcher
+from verl_omni.workers.config import DiffusionModelConfig, DiffusionPipelineConfig, DiffusionRolloutConfig
+from verl_omni.workers.rollout.base import ImageOutput
+
+PIPELINE_KEYS = tuple(f.name for f in dataclasses.fields(DiffusionPipelineConfig))
+
+
+@dataclass
+class _Request:
+    prompt_ids: list[int]
+    negative_prompt_ids: list[int] | None
+    params: dict[str, Any]
+
+
+class DiffusersRollout:
+    def __init__(
+        self,
+        config: DiffusionRolloutConfig,
+        model_config: DiffusionModelConfig,
+        module: torch.nn.Module,
+        device: torch.device,
+        dtype: torch.dtype,
+        prompt_cache_size: int = 4096,
+    ):
+        self.config, self.model_config, self.module, self.device = config, model_config, module, device
+        self.adapter = DiffusionModelBase.get_class(model_config)
+        self.pipe = self.adapter.load_pipeline(model_config, device, dtype)
+        self.batcher = Batcher(self.run_batch, config.max_num_seqs, config.request_batch_max_wait_ms / 1000)
+        self._prompts: collections.OrderedDict[tuple[int, ...], Conditions] = collections.OrderedDict()
+        self._prompt_cache_size = prompt_cache_size
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        request_id: str,
+        image_data: list[Any] | None = None,
+        video_data: list[Any] | None = None,
+        negative_prompt_ids: list[int] | None = None,
+        priority: int = 0,
+    ) -> ImageOutput:
+        """One image for one tokenized prompt. Concurrent calls share forwards, up to `max_num_seqs`."""
+        request = _Request(list(prompt_ids), negative_prompt_ids, dict(sampling_params))
+        key = tuple(repr(sampling_params.get(k)) for k in (*PIPELINE_KEYS, "noise_level", "sde_type", "keep_trajectory"))
+        window = sampling_params.get("sde_window")
+        key += (None if window is None else window[1] - window[0],)
+        return await self.batcher.submit(request, key, sampling_params.get("position"))
+
+    @torch.no_grad()
+    def run_batch(self, requests: list[_Request]) -> list[ImageOutput]:
+        """Requests of one kind (size, steps, guidance, window length) through one denoising loop."""
+        params = requests[0].params
+        model_config = self._model_config(params)
+        scheduler = self.adapter.build_scheduler(model_config)
+        self.adapter.set_timesteps(scheduler, model_config, self.device)
+
+        guided = self.adapter.cfg_scale(model_config) > 1
+        conditions = [self._conditions(r, guided, model_config) for r in requests]
+        generators = [self._generator(r.params.get("init_seed", r.params["seed"])) for r in requests]
+        latents = self.adapter.prepare_latents(self.pipe, self.module, model_config, generators)
+        for i, request in enumerate(requests):
+            if "init_seed" in request.params:  # one start for the whole group, noise of its own for each sample
+                generators[i] = self._generator(request.params["seed"])
+
+        keep = params.get("keep_trajectory", False)
+        trajectory = denoise(
+            self.adapter,
+            self.module,
+            scheduler,
+            model_config,
+            latents,
+            {k: v.to(self.device) for k, v in stack_conditions(conditions).items()},
+            generators,
+            windows=[tuple(r.params.get("sde_window") or (0, 0)) for r in requests],
+            keep_means=params.get("keep_means", False),
+        )
+        images = self.adapter.decode_latents(self.pipe, trajectory.final_latents, model_config)
+        images = (images.float() * 255).round().to(torch.uint8).cpu()
+        rows = [{k: v.cpu() for k, v in row.items()} for row in trajectory.rows()]
+        return [
+            ImageOutput(image, row if keep else {}, {k: v[0] for k, v in cond.items()} if keep else {})
+            for image, row, cond in zip(images, rows, conditions, strict=True)
+        ]
+
+    def _model_config(self, params: dict[str, Any]) -> DiffusionModelConfig:
+        pipeline = {k: params[k] for k in PIPELINE_KEYS if k in params}
+        algo = {k: params[k] for k in ("noise_level", "sde_type") if k in params}
+        return dataclasses.replace(
+            self.model_config,
+            pipeline=dataclasses.replace(self.model_config.pipeline, **pipeline),
+            algo=dataclasses.replace(self.model_config.algo, **algo),
+        )
+
+    def _generator(self, seed: int) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(seed)
+
+    def _conditions(self, request: _Request, guided: bool, model_config: DiffusionModelConfig) -> Conditions:
+        conditions = dict(self._encode(request.prompt_ids, model_config))
+        if guided:
+            if request.negative_prompt_ids is None:
+                raise ValueError("classifier-free guidance is on, but the request has no negative_prompt_ids")
+            negative = self._encode(request.negative_prompt_ids, model_config)
+            conditions |= {f"negative_{name}": value for name, value in negative.items()}
+        return conditions
+
+    def _encode(self, ids: list[int], model_config: DiffusionModelConfig) -> Conditions:
+        """A distinct prompt is encoded once."""
+        key = tuple(ids)
+        if key in self._prompts:
+            self._prompts.move_to_end(key)
+        else:
+            encoded = self.adapter.encode_prompt(self.pipe, list(ids), model_config)
+            self._prompts[key] = {k: v.cpu() for k, v in encoded.items()}
+            if len(self._prompts) > self._prompt_cache_size:
+                self._prompts.popitem(last=False)
+        return self._prompts[key]
+
+
+def stack_conditions(rows: list[Conditions]) -> Conditions:
+    """Batch the features of single prompts; sequences (B, L, ...) of different length are padded with zeros."""
+    return {name: pad_and_cat([row[name] for row in rows]) for name in rows[0]}
+
+
+def pad_and_cat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Concatenate along the batch dimension; where dimension 1 differs, pad it at its end."""
+    if len({t.shape[1:] for t in tensors}) == 1:
+        return torch.cat(tensors)
+    longest = max(t.shape[1] for t in tensors)
+    padded = tensors[0].new_zeros(sum(len(t) for t in tensors), longest, *tensors[0].shape[2:])
+    row = 0
+    for t in tensors:
+        padded[row : row + len(t), : t.shape[1]] = t
+        row += len(t)
+    return padded
