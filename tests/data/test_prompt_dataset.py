@@ -1,0 +1,158 @@
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from verl import DataProto
+
+from verl_omni.utils.dataset import PromptDataset, create_val_dataloader
+
+
+def row(prompt="a sign that reads “407”", **changes):
+    return {
+        "data_source": "ocr",
+        "prompt": prompt,
+        "reward_model": {"style": "rule", "ground_truth": "407"},
+        "extra_info": {"split": "train"},
+    } | changes
+
+
+def messages(text, *before):
+    return [*before, {"role": "user", "content": text}]
+
+
+def write(path, rows):
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_text_and_messages_give_the_same_item(tmp_path, suffix):
+    system = {"role": "system", "content": "Describe the image."}
+    prompts = {"text": "a sign", "user": messages("a sign"), "system": messages("a sign", system)}
+    for name, prompt in prompts.items():
+        item = PromptDataset(write(tmp_path / f"{name}{suffix}", [row(prompt)]))[0]
+        assert item["prompt"] == "a sign"
+        assert item["raw_prompt"] == (messages("a sign") if name == "text" else prompt)
+        assert item["negative_prompt"] == ""
+        assert item["reward_model"]["ground_truth"] == "407"
+        assert item["extra_info"] == {"split": "train"}
+
+
+def test_files_are_joined_in_order_and_numbered_through(tmp_path):
+    files = [
+        write(tmp_path / "a.parquet", [row(f"a{i}", negative_prompt="blurry") for i in range(3)]),
+        write(tmp_path / "b.jsonl", [row(messages(f"b{i}"), images=[f"{i}.png"]) for i in range(2)]),
+    ]
+    data = PromptDataset([str(f) for f in files])
+    assert [item["prompt"] for item in data] == ["a0", "a1", "a2", "b0", "b1"]
+    assert [item["index"] for item in data] == list(range(5))
+    assert [item["negative_prompt"] for item in data] == ["blurry"] * 3 + [""] * 2
+    assert [item["images"] for item in data] == [None] * 3 + [["0.png"], ["1.png"]]
+    assert len({tuple(sorted(item)) for item in data}) == 1  # a batch needs the same keys in every row
+
+
+def test_prompt_key_and_max_samples(tmp_path):
+    rows = [{k: v for k, v in row().items() if k != "prompt"} | {"caption": f"c{i}"} for i in range(4)]
+    file = write(tmp_path / "a.parquet", rows)
+    data = PromptDataset(file, {"prompt_key": "caption"}, max_samples=2)
+    assert [item["prompt"] for item in data] == ["c0", "c1"]
+    assert len(PromptDataset(file, {"prompt_key": "caption"}, max_samples=99)) == 4
+    with pytest.raises(ValueError, match="is 0: give 1 or more"):
+        PromptDataset(file, {"prompt_key": "caption"}, max_samples=0)
+
+
+def test_a_batch_becomes_a_dataproto_and_back(tmp_path):
+    data = PromptDataset(write(tmp_path / "a.parquet", [row(messages(f"p{i}")) for i in range(5)]))
+    batches = [DataProto.from_single_dict(b) for b in create_val_dataloader(data, batch_size=3)]
+    assert [len(b) for b in batches] == [3, 2]
+    assert [p for b in batches for p in b.non_tensor_batch["prompt"]] == [f"p{i}" for i in range(5)]
+    array = batches[0].non_tensor_batch["raw_prompt"]
+    assert isinstance(array, np.ndarray) and array.dtype == object and array.shape == (3,)
+    assert batches[0].repeat(2, interleave=True).non_tensor_batch["index"].tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def without(name):
+    return {k: v for k, v in row().items() if k != name}
+
+
+BAD_ROWS = [
+    (without("prompt"), 'has no column "prompt". Columns there: data_source, reward_model, extra_info'),
+    (without("prompt") | {"promt": "x"}, 'Did you mean "promt"?'),
+    (without("reward_model"), 'has no column "reward_model"'),
+    (without("data_source"), 'has no column "data_source"'),
+    (row(data_source=""), "data_source is missing"),
+    (row(3), "prompt: a prompt is a text or a list of messages"),
+    (row([1, 2]), "not [1, 2]"),
+    (row([{"role": "user"}]), "list of messages"),
+    (row([{"role": "system", "content": "x"}]), "need one user turn"),
+    (row(messages("b", *messages("a"))), "the roles here are: user, user"),
+    (row(messages(5)), "the content of a message is a text or a list of parts, not 5"),
+    (row("  "), "prompt is empty"),
+    (row(messages("")), "prompt is empty"),
+    (row(negative_prompt=7), "negative_prompt: a prompt is a text"),
+    (row(reward_model={"style": "rule"}), "reward_model has no ground_truth"),
+    (row(reward_model="407"), "reward_model has no ground_truth"),
+]
+
+
+@pytest.mark.parametrize("suffix, place", [(".parquet", "row 1"), (".jsonl", "line 1")])
+@pytest.mark.parametrize("bad, message", BAD_ROWS)
+def test_a_bad_row_is_named_in_one_line(tmp_path, bad, message, suffix, place):
+    file = write(tmp_path / f"a{suffix}", [bad])
+    with pytest.raises(ValueError) as error:
+        PromptDataset(file)
+    assert message in str(error.value)
+    assert str(error.value).startswith(str(file))
+    assert "\n" not in str(error.value)
+    if "column" not in message and "Did you mean" not in message:
+        assert place in str(error.value)
+
+
+def test_a_bad_row_is_found_behind_good_ones_and_blank_lines(tmp_path):
+    lines = [json.dumps(row()), "", json.dumps(row("")), ""]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 3: prompt is empty"):
+        PromptDataset(tmp_path / "a.jsonl")
+    many = [row(messages("x"))] * 2500 + [row(messages(" "))]
+    with pytest.raises(ValueError, match=r"a\.parquet, row 2501: prompt is empty"):
+        PromptDataset(write(tmp_path / "a.parquet", many))
+
+
+def test_empty_ground_truth_is_allowed(tmp_path):
+    reward = {"style": "rule", "ground_truth": ""}
+    assert PromptDataset(write(tmp_path / "a.parquet", [row(reward_model=reward)]))[0]["reward_model"] == reward
+
+
+def test_missing_and_unreadable_files(tmp_path):
+    def error(path, kind=ValueError):
+        with pytest.raises(kind) as caught:
+            PromptDataset(path, key="data.val_files")
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    gone = error(tmp_path / "gone.parquet", FileNotFoundError)
+    assert gone.startswith(f"no such file: {tmp_path}/gone.parquet") and "data.val_files=" in gone
+    assert "no prompts given: set data.val_files=" in error([])
+    assert "no prompts given" in error(None)
+    assert "is a folder" in error(tmp_path)
+
+    (tmp_path / "a.csv").write_text("prompt\n")
+    assert 'files of type ".csv" are not read; data.val_files takes .parquet and .jsonl' in error(tmp_path / "a.csv")
+    for name in ("a.parquet", "a.jsonl"):
+        (tmp_path / name).write_text("")
+        assert "is empty" in error(tmp_path / name)
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "a.parquet")
+    assert "is empty" in error(tmp_path / "a.parquet")
+    (tmp_path / "a.parquet").write_text("not parquet")
+    assert "a.parquet is not a readable parquet file" in error(tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x"}\n{"prompt": \n')
+    assert "a.jsonl, line 2 is not JSON" in error(tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").write_text('["x"]\n')
+    assert "line 1: expected one JSON object a line" in error(tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").write_bytes(b"\xff\xfe\x00")
+    assert "is not a text file in UTF-8" in error(tmp_path / "a.jsonl")

@@ -1,0 +1,17 @@
+from verl_omni.utils.dataset.prompt_dataset import PromptDataset
+from verl_omni.utils.dataset.prompt_loader import (
+    PromptDataLoader,
+    collate_fn,
+    create_dataloader,
+    create_val_dataloader,
+    steps_for_epochs,
+)
+
+__all__ = [
+    "PromptDataLoader",
+    "PromptDataset",
+    "collate_fn",
+    "create_dataloader",
+    "create_val_dataloader",
+    "steps_for_epochs",
+]

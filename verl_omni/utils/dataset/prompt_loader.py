@@ -1,0 +1,101 @@
+"""The order in which prompts are trained on.
+
+Training takes consecutive batches from one endless stream: epoch after epoch, each a permutation of all prompts that
+depends on the seed alone. When the batch size does not divide the number of prompts, the batch at the seam holds the
+last prompts of one epoch and the first of the next, so that
+
+- nothing is dropped and no batch is short: after k epochs' worth of samples every prompt was seen exactly k times;
+- no batch holds a prompt twice: those of the old epoch in the seam's batch come later in the new one.
+
+A stopped run goes on exactly where it was: the order is replayed from the seed up to the saved batch.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+from verl.utils.dataset.rl_dataset import collate_fn
+
+
+class EpochStream(Sampler[list[int]]):
+    """Endless batches of prompt numbers; see the module's description."""
+
+    def __init__(self, num_prompts: int, batch_size: int, shuffle: bool, seed: int):
+        if batch_size < 1:
+            raise ValueError(f"data.train_batch_size={batch_size}: expected 1 or more")
+        if batch_size > num_prompts:
+            raise ValueError(
+                f"data.train_batch_size={batch_size} is larger than the number of training prompts ({num_prompts}): "
+                f"set data.train_batch_size={num_prompts} or less, or add prompts to data.train_files"
+            )
+        self.num_prompts, self.batch_size, self.shuffle, self.seed = num_prompts, batch_size, shuffle, seed
+
+    def __iter__(self) -> Iterator[list[int]]:
+        generator = torch.Generator().manual_seed(self.seed)
+        left: list[int] = []  # prompts of the epoch that are still to come
+        while True:
+            batch, left = left[: self.batch_size], left[self.batch_size :]
+            if len(batch) < self.batch_size:
+                order = range(self.num_prompts)
+                if self.shuffle:
+                    order = torch.randperm(self.num_prompts, generator=generator).tolist()
+                old = set(batch)
+                new = [i for i in order if i not in old][: self.batch_size - len(batch)]
+                batch, taken = batch + new, set(new)
+                left = [i for i in order if i not in taken]
+            yield batch
+
+
+class PromptDataLoader(StatefulDataLoader):
+    """An endless, resumable loader of training batches. Refuses a state that was saved for another order of prompts.
+
+    Keep one iterator for the whole run: ``iter`` starts from the beginning, or from a state just loaded.
+    """
+
+    def __init__(self, dataset: Dataset, stream: EpochStream, **kwargs):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*set_vital.*")  # torchdata's, which nobody here can act on
+            super().__init__(dataset, batch_sampler=stream, collate_fn=collate_fn, **kwargs)
+
+    def _order(self) -> dict[str, int | bool]:
+        stream = self.batch_sampler
+        return {
+            "number of prompts": stream.num_prompts,
+            "data.train_batch_size": stream.batch_size,
+            "data.shuffle": stream.shuffle,
+            "data.seed": stream.seed,
+        }
+
+    def state_dict(self) -> dict:
+        return {"order": self._order(), "loader": super().state_dict()}
+
+    def load_state_dict(self, state: dict) -> None:
+        now = self._order()
+        changed = [f"{name} was {was} and is {now[name]}" for name, was in state["order"].items() if was != now[name]]
+        if changed:
+            raise ValueError(
+                f"cannot resume the order of prompts: {'; '.join(changed)}. Set it back, or start a new run"
+            )
+        super().load_state_dict(state["loader"])
+
+
+def create_dataloader(
+    dataset: Dataset, batch_size: int, shuffle: bool = True, seed: int = 0, num_workers: int = 0
+) -> PromptDataLoader:
+    """Training batches without end; ``state_dict``/``load_state_dict`` resume exactly."""
+    return PromptDataLoader(dataset, EpochStream(len(dataset), batch_size, shuffle, seed), num_workers=num_workers)
+
+
+def create_val_dataloader(dataset: Dataset, batch_size: int | None = None, num_workers: int = 0) -> DataLoader:
+    """Every prompt once, in file order; the last batch may be smaller. No ``batch_size``: all in one batch."""
+    return DataLoader(
+        dataset, batch_size=batch_size or len(dataset), shuffle=False, collate_fn=collate_fn, num_workers=num_workers
+    )
+
+
+def steps_for_epochs(num_prompts: int, batch_size: int, epochs: int) -> int:
+    """How many training batches show every prompt at least ``epochs`` times."""
+    return math.ceil(num_prompts * epochs / batch_size)
