@@ -12,7 +12,7 @@ help: ## Show what there is
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v < (3, 13) else "Python 3.10, 3.11 or 3.12 is needed and $(PYTHON) is %d.%d: type make PYTHON=python3.11" % v)'
-	@echo "Installing into $(VENV) (torch, Ray, verl, diffusers; some minutes the first time) ..."
+	@echo "Installing into $(VENV) (torch, Ray, verl, diffusers: two minutes or more the first time) ..."
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@$(PY) -m pip install --quiet --upgrade pip
 	@$(PY) -m pip install --quiet torch==2.13.0
