@@ -1,0 +1,28 @@
+"""How well an image compresses: the two simplest rewards of DDPO (arXiv 2305.13301), for trying things out."""
+
+import io
+from typing import Any
+
+from verl_omni.utils.reward_score.images import to_rgb_array
+from verl_omni.utils.reward_score.registry import register_reward
+
+
+def jpeg_kilobytes(image: Any, quality: int = 95) -> float:
+    """Size of the image as a JPEG file, in units of 1000 bytes."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(to_rgb_array(image)).save(file, "JPEG", quality=quality)
+    return file.tell() / 1000
+
+
+@register_reward("jpeg_incompressibility")
+def compute_score_incompressibility(images: list, *_: Any) -> list[dict[str, float]]:
+    """The larger the file, the better: the score is its size in kilobytes."""
+    return [{"score": jpeg_kilobytes(image)} for image in images]
+
+
+@register_reward("jpeg_compressibility")
+def compute_score_compressibility(images: list, *_: Any) -> list[dict[str, float]]:
+    """The smaller the file, the better: the score is minus its size in kilobytes."""
+    return [{"score": -jpeg_kilobytes(image)} for image in images]
