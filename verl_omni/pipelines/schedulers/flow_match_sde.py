@@ -1,0 +1,114 @@
+"""diffusers' flow-matching Euler scheduler with stochastic reverse steps and their log-probabilities."""
+
+from dataclasses import dataclass
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.utils import BaseOutput
+
+from verl_omni.pipelines.schedulers.steps import get_step
+
+Generators = torch.Generator | list[torch.Generator] | None
+
+
+@dataclass
+class FlowMatchSDEDiscreteSchedulerOutput(BaseOutput):
+    """The four-tuple of ``sample_previous_step`` by name."""
+
+    prev_sample: torch.Tensor
+    log_prob: torch.Tensor
+    prev_sample_mean: torch.Tensor
+    std_dev_t: torch.Tensor
+
+
+class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
+    """Same schedule and config as the parent, plus ``sample_previous_step``. It keeps no state between two steps, so
+    that the samples of one batch may be at different timesteps."""
+
+    def set_timesteps(self, *args, **kwargs) -> None:
+        """As the parent's, for schedules that go from noise to data and hold each timestep once."""
+        super().set_timesteps(*args, **kwargs)
+        if not bool((self.timesteps.diff() < 0).all()):
+            raise ValueError(f"timesteps have to decrease strictly, got {self.timesteps.tolist()}")
+
+    def step_indices(self, timestep: torch.Tensor | float) -> torch.Tensor:
+        """Where in the schedule each timestep is, (B,), by exact comparison in float32."""
+        if len(self.sigmas) != len(self.timesteps) + 1:
+            raise RuntimeError("the scheduler has no schedule yet: call set_timesteps first")
+        timestep = torch.as_tensor(timestep, dtype=torch.float32, device=self.timesteps.device).reshape(-1)
+        matches = timestep[:, None] == self.timesteps[None, :]
+        if not bool(matches.any(dim=1).all()):
+            strangers = timestep[~matches.any(dim=1)].unique().tolist()
+            raise ValueError(
+                f"timesteps {strangers} are not in the schedule {self.timesteps.tolist()}: pass values of "
+                "scheduler.timesteps, in float32"
+            )
+        return matches.int().argmax(dim=1)
+
+    def step_sigmas(self, timestep: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
+        """σ and σ' of the steps that start at these timesteps, (B,) each, float32."""
+        index = self.step_indices(timestep)
+        sigmas = self.sigmas.to(index.device, torch.float32)
+        return sigmas[index], sigmas[index + 1]
+
+    def sqrt_neg_dt(self, timestep: torch.Tensor | float) -> torch.Tensor:
+        """√(-dt) of the steps that start at these timesteps, (B,)."""
+        sigma, sigma_next = self.step_sigmas(timestep)
+        return (sigma - sigma_next).sqrt()
+
+    def sample_previous_step(
+        self,
+        sample: torch.Tensor,
+        model_output: torch.Tensor,
+        timestep: torch.Tensor | float,
+        generator: Generators = None,
+        noise_level: torch.Tensor | float = 0.7,
+        prev_sample: torch.Tensor | None = None,
+        sde_type: str = "sde",
+        return_dict: bool = False,
+    ) -> FlowMatchSDEDiscreteSchedulerOutput | tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One reverse step in float32, or, given ``prev_sample``, the likelihood of one that was taken before.
+
+        Args:
+            sample: x of shape (B, ...).
+            model_output: velocity, of the same shape.
+            timestep: values of ``self.timesteps``: one for all, or (B,), where each sample has its own.
+            generator: one for the batch, or a list with one for each sample. Sample i then takes its noise from
+                generator i only, on that generator's device, so that its path depends on nothing else in the batch.
+            noise_level: one for all, or (B,), best kept in CPU memory. A sample with 0 takes the Euler step, draws
+                nothing from its generator, and has log-probability 0.
+            prev_sample: a stored x' to evaluate instead of drawing one; no gradient flows into it.
+            sde_type: a registered step type: sde, cps, dance_sde, ode.
+
+        Returns:
+            ``(prev_sample, log_prob, prev_sample_mean, std_dev_t)``: log_prob (B,) is the mean over all other
+            dimensions; std_dev_t (B, 1, ..., 1) is the diffusion coefficient, so that the noise is std_dev_t·√(-dt)·z.
+        """
+        step = get_step(sde_type)
+        sigma, sigma_next = (s.to(sample.device) for s in self.step_sigmas(timestep))
+        mean, std_dev_t = step(sample, model_output, sigma, sigma_next, noise_level)
+        if prev_sample is None:
+            full_std = std_dev_t * (sigma - sigma_next).sqrt().reshape(-1, *std_dev_t.shape[1:])
+            prev_sample = mean + full_std * _noise(mean, generator, noise_level)
+        prev_sample = prev_sample.detach().float()
+        log_prob = step.log_prob(prev_sample, mean, std_dev_t, sigma, sigma_next)
+        output = FlowMatchSDEDiscreteSchedulerOutput(prev_sample, log_prob, mean, std_dev_t)
+        return output if return_dict else output.to_tuple()
+
+
+def _noise(like: torch.Tensor, generator: Generators, noise_level: torch.Tensor | float) -> torch.Tensor:
+    """Standard normal noise, 0 for samples with noise level 0."""
+    size, *shape = like.shape
+    levels = torch.as_tensor(noise_level).reshape(-1).expand(size).tolist()
+    if not any(levels):
+        return torch.zeros_like(like)
+    if isinstance(generator, list | tuple):
+        if len(generator) != size:
+            raise ValueError(f"{len(generator)} generators for a batch of {size}: pass one for each sample")
+        rows = [
+            torch.randn(shape, generator=g, device=g.device).to(like.device) if level else like.new_zeros(shape)
+            for g, level in zip(generator, levels, strict=True)
+        ]
+        return torch.stack(rows)
+    device = like.device if generator is None else generator.device
+    return torch.randn(like.shape, generator=generator, device=device).to(like.device)

@@ -1,0 +1,148 @@
+"""One reverse step of flow matching, as pure float32 functions.
+
+Notation of the papers: ``x_t = (1-σ)·x0 + σ·ε``, velocity ``v = ε - x0``, a step goes from σ to σ' < σ, and
+``dt = σ' - σ``. The two end points that a velocity implies are ``x̂0 = x - σv`` and ``ε̂ = x + (1-σ)v``. In them each
+stochastic step is the Euler step and a pull towards less predicted noise, which makes room for the fresh noise:
+
+    μ = x + dt·v + κ·ε̂,    x' = μ + s·√(-dt)·z,    z ~ N(0, I)
+
+with s = 0 and κ = 0, exactly the ODE, at noise level 0. Every step type returns s, the diffusion coefficient, as
+``std_dev_t``, so that losses need not know which step made a sample.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from verl_omni.utils.registry import Registry
+
+Formula = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Density = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def gaussian(x_next: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
+    """Log-density of N(mean, std²), element by element."""
+    return -((x_next - mean) ** 2) / (2 * std**2) - torch.log(std) - math.log(math.sqrt(2 * math.pi))
+
+
+def squared_distance(x_next: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
+    """``-(x'-μ)²`` with neither ``2·std²`` nor a normaliser: the choice of the CPS paper (arXiv 2509.05952)."""
+    return -((x_next - mean) ** 2)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step type: how it moves (``formula``) and how likely it finds a move (``density``, element by element)."""
+
+    name: str
+    formula: Formula
+    density: Density = gaussian
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        v: torch.Tensor,
+        sigma: torch.Tensor,
+        sigma_next: torch.Tensor,
+        noise_level: torch.Tensor | float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean of x', and ``std_dev_t`` of shape (B, 1, ..., 1). σ, σ' and noise level are (B,) or scalar."""
+        columns = (_column(value, x) for value in (sigma, sigma_next, noise_level))
+        mean, std_dev_t = self.formula(x.float(), v.float(), *columns)
+        return mean, std_dev_t.expand(_column_shape(x))
+
+    def log_prob(
+        self,
+        x_next: torch.Tensor,
+        mean: torch.Tensor,
+        std_dev_t: torch.Tensor,
+        sigma: torch.Tensor,
+        sigma_next: torch.Tensor,
+    ) -> torch.Tensor:
+        """Log-probability of x' (not differentiated through), mean over all but the batch dimension: (B,).
+
+        Where a step adds no noise there is nothing to be likely: the log-probability is 0 and so is its gradient.
+        """
+        std = std_dev_t * (_column(sigma, mean) - _column(sigma_next, mean)).sqrt()
+        noisy = std > 0
+        density = self.density(x_next.detach().float(), mean, torch.where(noisy, std, 1.0))
+        return torch.where(noisy.flatten(), density.flatten(1).mean(dim=1), 0.0)
+
+
+_STEPS: Registry[Step] = Registry("sde_type")
+
+
+def register_step(name: str, density: Density = gaussian) -> Callable[[Formula], Step]:
+    """Make a step type out of a formula ``(x, v, sigma, sigma_next, noise_level) -> (mean, std_dev_t)``.
+
+    The formula gets float32 tensors that broadcast against each other. ``std_dev_t`` is the diffusion coefficient: the
+    noise added is ``std_dev_t·√(-dt)·z``. The name then works as ``actor_rollout_ref.rollout.algo.sde_type``.
+    """
+
+    def wrap(formula: Formula) -> Step:
+        step = Step(name, formula, density)
+        _STEPS.add(name, step, defined_by=formula)
+        return step
+
+    return wrap
+
+
+def get_step(name: str) -> Step:
+    """The step type registered under ``name``."""
+    return _STEPS.get(name)
+
+
+def step_names() -> list[str]:
+    """Names of all registered step types."""
+    return _STEPS.names()
+
+
+@register_step("ode")
+def ode(x, v, sigma, sigma_next, noise_level):
+    """The Euler step, whatever the noise level."""
+    return x + (sigma_next - sigma) * v, torch.zeros_like(sigma)
+
+
+@register_step("sde")
+def sde(x, v, sigma, sigma_next, noise_level):
+    """Flow-GRPO (arXiv 2505.05470): ``s = a·√(σ/(1-σ))``, ``κ = s²dt/(2σ) = a²dt/(2(1-σ))``."""
+    # At the very first step σ = 1 (up to rounding) and s would be infinite: there the next σ stands in.
+    below_one = torch.where(sigma > 1 - 1e-6, sigma_next, sigma)
+    s = noise_level * (sigma / (1 - below_one)).sqrt()
+    dt = sigma_next - sigma
+    kappa = noise_level**2 * dt / (2 * (1 - below_one))
+    return x + dt * v + kappa * (x + (1 - sigma) * v), s
+
+
+@register_step("cps", density=squared_distance)
+def cps(x, v, sigma, sigma_next, noise_level):
+    """Coefficients-preserving sampling (arXiv 2509.05952): ``(1-σ')x̂0 + √(σ'²-s²)ε̂``, noise ``s = σ'·sin(aπ/2)``.
+
+    With the angle ``θ = aπ/2`` the root is ``σ'·cos θ``, hence ``κ = -σ'·(1 - cos θ)``.
+    """
+    theta = noise_level * (math.pi / 2)
+    dt = sigma_next - sigma
+    kappa = -sigma_next * (1 - theta.cos().abs())
+    full_std = sigma_next * theta.sin().abs()
+    std_dev_t = torch.where(dt < 0, full_std / (-dt).clamp_min(torch.finfo(dt.dtype).tiny).sqrt(), 0.0)
+    return x + dt * v + kappa * (x + (1 - sigma) * v), std_dev_t
+
+
+@register_step("dance_sde")
+def dance_sde(x, v, sigma, sigma_next, noise_level):
+    """DanceGRPO (arXiv 2505.07818): constant ``s = η``; ``score = -ε̂/σ``, ``κ·ε̂ = -½η²·score·dt``."""
+    dt = sigma_next - sigma
+    kappa = noise_level**2 * dt / (2 * sigma.clamp_min(torch.finfo(sigma.dtype).tiny))
+    return x + dt * v + kappa * (x + (1 - sigma) * v), noise_level
+
+
+def _column_shape(x: torch.Tensor) -> tuple[int, ...]:
+    return (x.shape[0],) + (1,) * (x.ndim - 1)
+
+
+def _column(value: torch.Tensor | float, x: torch.Tensor) -> torch.Tensor:
+    """A number per sample, as float32 of shape (B, 1, ..., 1) on x's device."""
+    value = torch.as_tensor(value, dtype=torch.float32, device=x.device)
+    return value.reshape(-1).expand(x.shape[0]).reshape(_column_shape(x))
