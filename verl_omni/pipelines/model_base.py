@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from verl_omni.pipelines.utils import load_tokenizers, pipeline_class
+from verl_omni.pipelines.utils import load_component, load_tokenizers, pipeline_class
 from verl_omni.utils.suggest import unknown
 from verl_omni.workers.config import DiffusionModelConfig
 
@@ -38,8 +38,6 @@ class _Registry:
         return sorted({*self.classes, *_BUILTIN})
 
     def find(self, architecture: str, algorithm: str) -> type:
-        from verl_omni.algorithms.registry import get_algorithm
-
         if architecture not in self.classes and architecture in _BUILTIN:
             importlib.import_module(_BUILTIN[architecture])
         if architecture not in self.classes:
@@ -47,6 +45,8 @@ class _Registry:
         adapters = self.classes[architecture]
         if algorithm in adapters:
             return adapters[algorithm]
+        from verl_omni.algorithms.registry import get_algorithm
+
         family = get_algorithm(algorithm).adapter
         if family in adapters:
             return adapters[family]
@@ -170,6 +170,18 @@ class DiffusionModelBase(ABC):
         )
         return log_prob, mean, std_dev_t
 
+    # ---- the trained module ---------------------------------------------------------------------------------------
+
+    @classmethod
+    def load_module(cls, model_config: DiffusionModelConfig, dtype: torch.dtype) -> torch.nn.Module:
+        """What is trained and rolled out; by default the pipeline's one transformer."""
+        return load_component(model_config, model_config.transformer_subfolder, dtype)
+
+    @classmethod
+    def trained_modules(cls, module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+        """The diffusers models inside `module`, under their names in the pipeline."""
+        return {cls.trained_components[0]: module}
+
     # ---- prompts and images: what the embedded rollout needs beside the transformer ----------------------------------
 
     @classmethod
@@ -186,12 +198,19 @@ class DiffusionModelBase(ABC):
 
     @classmethod
     @abstractmethod
-    def tokenize(cls, tokenizers: dict[str, Any], prompt: str, max_sequence_length: int) -> list[int]:
-        """Token ids of one prompt, its template included, exactly as the upstream pipeline makes them."""
+    def tokenize(
+        cls, tokenizers: dict[str, Any], prompt: str, max_sequence_length: int, images: list[Any] | None = None
+    ) -> list[int]:
+        """Token ids of one prompt, its template included, exactly as the upstream pipeline makes them.
+
+        `images` (PIL) are those that the prompt speaks of, for models that are conditioned on images.
+        """
 
     @classmethod
     @abstractmethod
-    def encode_prompt(cls, pipe, prompt_ids: list[int], model_config: DiffusionModelConfig) -> Conditions:
+    def encode_prompt(
+        cls, pipe, prompt_ids: list[int], model_config: DiffusionModelConfig, images: list[Any] | None = None
+    ) -> Conditions:
         """Text features of one prompt (batch dimension 1): `prompt_embeds`, `prompt_embeds_mask` and what else is needed.
 
         One prompt at a time, so that its features do not depend on what else is in a batch.

@@ -101,7 +101,7 @@ def denoise(
             model_output=velocity(adapter, module, model_config, latents, step, conditions),
             timestep=step,
             generator=generators,
-            noise_level=noise_level.to(latents.device, non_blocking=True),
+            noise_level=noise_level,
             sde_type=algo.sde_type,
         )
         if inside:

@@ -27,6 +27,15 @@ def read_component_config(path: str, component: str) -> dict[str, Any]:
         return json.load(f)
 
 
+def load_component(model_config: Any, name: str, dtype: torch.dtype) -> torch.nn.Module:
+    """One model of a diffusers folder, by the class that its config names."""
+    import diffusers
+
+    config = read_component_config(model_config.config_path or model_config.path, name)
+    cls = getattr(diffusers, config["_class_name"])
+    return cls.from_pretrained(os.path.expanduser(model_config.path), subfolder=name, torch_dtype=dtype)
+
+
 def load_tokenizers(path: str) -> dict[str, Any]:
     """All tokenizers and processors that model_index.json names, without loading a model."""
     import transformers

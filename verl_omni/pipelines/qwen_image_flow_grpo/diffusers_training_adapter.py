@@ -80,13 +80,17 @@ class QwenImage(DiffusionModelBase):
         return guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
 
     @classmethod
-    def tokenize(cls, tokenizers: dict[str, Any], prompt: str, max_sequence_length: int) -> list[int]:
+    def tokenize(
+        cls, tokenizers: dict[str, Any], prompt: str, max_sequence_length: int, images: list[Any] | None = None
+    ) -> list[int]:
         ids = tokenizers["tokenizer"](TEMPLATE.format(prompt)).input_ids
         check_length(prompt, len(ids) - TEMPLATE_START, max_sequence_length)
         return ids
 
     @classmethod
-    def encode_prompt(cls, pipe, prompt_ids: list[int], model_config: DiffusionModelConfig) -> Conditions:
+    def encode_prompt(
+        cls, pipe, prompt_ids: list[int], model_config: DiffusionModelConfig, images: list[Any] | None = None
+    ) -> Conditions:
         ids = torch.tensor([prompt_ids], device=pipe.text_encoder.device)
         hidden = pipe.text_encoder(
             input_ids=ids, attention_mask=torch.ones_like(ids), output_hidden_states=True

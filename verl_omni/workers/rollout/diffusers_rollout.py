@@ -24,6 +24,7 @@ PIPELINE_KEYS = tuple(f.name for f in dataclasses.fields(DiffusionPipelineConfig
 class _Request:
     prompt_ids: list[int]
     negative_prompt_ids: list[int] | None
+    images: list[Any] | None
     params: dict[str, Any]
 
 
@@ -41,7 +42,7 @@ class DiffusersRollout:
         self.adapter = DiffusionModelBase.get_class(model_config)
         self.pipe = self.adapter.load_pipeline(model_config, device, dtype)
         self.batcher = Batcher(self.run_batch, config.max_num_seqs, config.request_batch_max_wait_ms / 1000)
-        self._prompts: collections.OrderedDict[tuple[int, ...], Conditions] = collections.OrderedDict()
+        self._prompts: collections.OrderedDict[tuple, Conditions] = collections.OrderedDict()
         self._prompt_cache_size = prompt_cache_size
 
     async def generate(
@@ -55,7 +56,7 @@ class DiffusersRollout:
         priority: int = 0,
     ) -> ImageOutput:
         """One image for one tokenized prompt. Concurrent calls share forwards, up to `max_num_seqs`."""
-        request = _Request(list(prompt_ids), negative_prompt_ids, dict(sampling_params))
+        request = _Request(list(prompt_ids), negative_prompt_ids, image_data, dict(sampling_params))
         key = tuple(repr(sampling_params.get(k)) for k in (*PIPELINE_KEYS, "noise_level", "sde_type", "keep_trajectory"))
         window = sampling_params.get("sde_window")
         key += (None if window is None else window[1] - window[0],)
@@ -110,21 +111,21 @@ class DiffusersRollout:
         return torch.Generator(self.device).manual_seed(seed)
 
     def _conditions(self, request: _Request, guided: bool, model_config: DiffusionModelConfig) -> Conditions:
-        conditions = dict(self._encode(request.prompt_ids, model_config))
+        conditions = dict(self._encode(request.prompt_ids, request.images, model_config))
         if guided:
             if request.negative_prompt_ids is None:
                 raise ValueError("classifier-free guidance is on, but the request has no negative_prompt_ids")
-            negative = self._encode(request.negative_prompt_ids, model_config)
+            negative = self._encode(request.negative_prompt_ids, request.images, model_config)
             conditions |= {f"negative_{name}": value for name, value in negative.items()}
         return conditions
 
-    def _encode(self, ids: list[int], model_config: DiffusionModelConfig) -> Conditions:
+    def _encode(self, ids: list[int], images: list[Any] | None, model_config: DiffusionModelConfig) -> Conditions:
         """A distinct prompt is encoded once."""
-        key = tuple(ids)
+        key = (tuple(ids), *(hash(image.tobytes()) for image in images or ()))
         if key in self._prompts:
             self._prompts.move_to_end(key)
         else:
-            encoded = self.adapter.encode_prompt(self.pipe, list(ids), model_config)
+            encoded = self.adapter.encode_prompt(self.pipe, list(ids), model_config, images)
             self._prompts[key] = {k: v.cpu() for k, v in encoded.items()}
             if len(self._prompts) > self._prompt_cache_size:
                 self._prompts.popitem(last=False)

@@ -38,8 +38,10 @@ class FSDPConfig:
     strategy: str = knob("fsdp2", "sharding strategy")
     fsdp_size: int = knob(-1, "ranks in one shard group; -1: all")
     reshard_after_forward: bool = knob(True, "free gathered weights after each block")
-    model_dtype: str = knob("float32", "dtype that frozen (LoRA) or all (full) weights are held in")
-    dtype: str = knob("float32", "dtype of forward and backward: float32 or bfloat16 (weights stay in model_dtype)")
+    dtype: Optional[str] = knob(None, "dtype of forward and backward; null: bfloat16 on a GPU, float32 on a CPU")
+    model_dtype: Optional[str] = knob(
+        None, "dtype that weights are held in; null: float32, but `dtype` for the frozen weights under LoRA"
+    )
     param_offload: bool = knob(False, "keep weights in CPU memory between stages")
     optimizer_offload: bool = knob(False, "keep optimizer state in CPU memory between updates")
     seed: int = knob(0, "seed of what the engine initialises (LoRA weights)")

@@ -24,10 +24,13 @@ class DiffusionModelConfig:
     lora_init: str = knob("gaussian", "peft's init_lora_weights")
     lora_path: Optional[str] = knob(None, "folder with LoRA weights (diffusers format) to start from")
     enable_gradient_checkpointing: bool = knob(False, "recompute activations in the backward pass to save memory")
-    pipeline: DiffusionPipelineConfig = knob(DiffusionPipelineConfig, "")
-    algo: DiffusionRolloutAlgoConfig = knob(DiffusionRolloutAlgoConfig, "")
+    # In a run these two are the rollout's own (`Any`, because OmegaConf lets no typed node be an interpolation).
+    pipeline: Any = knob(None, "the rollout's pipeline knobs")
+    algo: Any = knob(None, "the rollout's algo knobs")
 
     def __post_init__(self) -> None:
+        self.pipeline = self.pipeline or DiffusionPipelineConfig()
+        self.algo = self.algo or DiffusionRolloutAlgoConfig()
         if self.architecture is None and self.path is not None:
             self.architecture = read_architecture(self.path)
 

@@ -1,0 +1,127 @@
+"""The whole configuration as one tree of dataclasses. The YAML files beside this one only choose among them."""
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from verl_omni.trainer.config.algorithm import DiffusionAlgoConfig
+from verl_omni.utils.knob import knob
+from verl_omni.workers.config import (
+    DiffusionActorConfig,
+    DiffusionModelConfig,
+    DiffusionRefConfig,
+    DiffusionRolloutConfig,
+)
+
+
+@dataclass
+class DataConfig:
+    train_files: Any = knob(None, "parquet or JSONL file(s) of training prompts")
+    val_files: Any = knob(None, "file(s) of validation prompts; null: no validation")
+    train_batch_size: int = knob(8, "prompts a training step")
+    val_batch_size: Optional[int] = knob(None, "prompts at once in validation; null: all")
+    val_max_samples: int = knob(-1, "validate on the first so many prompts; -1: all")
+    shuffle: bool = knob(True, "shuffle the training prompts every epoch")
+    seed: int = knob(0, "seed of the shuffling")
+
+
+def _model_config() -> DiffusionModelConfig:
+    """Training replays with the rollout's own settings: they are written once, there."""
+    return DiffusionModelConfig(
+        pipeline="${actor_rollout_ref.rollout.pipeline}", algo="${actor_rollout_ref.rollout.algo}"
+    )
+
+
+@dataclass
+class ActorRolloutRefConfig:
+    model: DiffusionModelConfig = field(default_factory=_model_config)
+    actor: DiffusionActorConfig = knob(DiffusionActorConfig, "")
+    rollout: DiffusionRolloutConfig = knob(DiffusionRolloutConfig, "")
+    ref: DiffusionRefConfig = knob(DiffusionRefConfig, "")
+    hybrid_engine: bool = knob(True, "actor and rollout share their devices")
+
+
+@dataclass
+class RewardFunctionConfig:
+    path: Optional[str] = knob(None, "your Python file; null: the reward of the row's data_source")
+    name: str = knob("compute_score", "the function in it, sync or async, for one image or (argument `images`) for many")
+    reward_kwargs: dict[str, Any] = knob({}, "further arguments of the function")
+
+
+@dataclass
+class ModuleConfig:
+    path: Optional[str] = knob(None, "Python file of your own reward manager")
+    name: Optional[str] = knob(None, "its class")
+
+
+@dataclass
+class RewardManagerConfig:
+    source: str = knob("register", "register (by name) or importlib (from module.path)")
+    name: str = knob("image", "registered reward manager")
+    module: ModuleConfig = knob(ModuleConfig, "")
+
+
+@dataclass
+class RewardModelConfig:
+    enable: bool = knob(False, "serve a reward model beside the training")
+    enable_resource_pool: bool = knob(False, "on devices of its own")
+    n_gpus_per_node: int = knob(0, "devices of that pool on each node")
+    nnodes: int = knob(0, "nodes of that pool")
+    model_path: Optional[str] = knob(None, "the reward model's folder")
+
+
+@dataclass
+class RewardConfig:
+    num_workers: int = knob(1, "processes that compute rewards")
+    batch_size: int = knob(8, "images in one call of a function that takes `images`")
+    custom_reward_function: RewardFunctionConfig = knob(RewardFunctionConfig, "")
+    reward_manager: RewardManagerConfig = knob(RewardManagerConfig, "")
+    reward_model: RewardModelConfig = knob(RewardModelConfig, "")
+
+
+@dataclass
+class TrainerConfig:
+    project_name: str = knob("verl-omni", "project in the trackers")
+    experiment_name: str = knob("default", "run in the trackers, and the folder's name")
+    default_local_dir: str = knob(
+        "outputs/${trainer.project_name}/${trainer.experiment_name}", "folder of the run: metrics, images, checkpoints"
+    )
+    logger: list[str] = knob(["console", "jsonl"], "any of console, jsonl, tensorboard, wandb, ...")
+    total_epochs: int = knob(1, "passes over the training prompts")
+    total_training_steps: Optional[int] = knob(None, "training steps; null: total_epochs")
+    val_before_train: bool = knob(True, "validate before the first step")
+    val_only: bool = knob(False, "validate and stop")
+    test_freq: int = knob(-1, "steps between validations; -1: only at the end")
+    save_freq: int = knob(-1, "steps between checkpoints; -1: only at the end; 0: never")
+    max_ckpt_to_keep: Optional[int] = knob(None, "older checkpoints are deleted; null: keep all")
+    resume_mode: str = knob("auto", "auto (from the last whole checkpoint in the folder), disable, or resume_path")
+    resume_from_path: Optional[str] = knob(None, "checkpoint folder for resume_mode=resume_path")
+    log_val_images: int = knob(64, "validation images written to disk each time; -1: all")
+    nnodes: int = knob(1, "machines")
+    n_gpus_per_node: int = knob(1, "devices on each (on a CPU: worker processes)")
+    device: Optional[str] = knob(None, "cpu or cuda; null: a GPU if there is one")
+    seed: int = knob(0, "seed of what the trainer draws")
+
+
+@dataclass
+class RayConfig:
+    num_cpus: Optional[int] = knob(None, "CPUs that Ray may count on; null: all")
+    address: Optional[str] = knob(None, "a running Ray cluster; null: start one here")
+    timeline_json_file: Optional[str] = knob(None, "write Ray's timeline here")
+
+
+@dataclass
+class DiffusionTrainerConfig:
+    data: DataConfig = knob(DataConfig, "")
+    actor_rollout_ref: ActorRolloutRefConfig = knob(ActorRolloutRefConfig, "")
+    algorithm: DiffusionAlgoConfig = knob(DiffusionAlgoConfig, "")
+    reward: RewardConfig = knob(RewardConfig, "")
+    trainer: TrainerConfig = knob(TrainerConfig, "")
+    ray: RayConfig = knob(RayConfig, "")
+    recipe: Optional[str] = knob(None, "free text: what this run is")
+
+
+def register() -> None:
+    """Make the schema known to Hydra, under the name that diffusion_trainer.yaml starts from."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="diffusion_trainer_schema", node=DiffusionTrainerConfig)

@@ -1,0 +1,134 @@
+"""Training state on disk (torch.distributed.checkpoint, any world size), and weights in diffusers' format."""
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from verl_omni.pipelines.utils import pipeline_class
+from verl_omni.workers.config import DiffusionModelConfig
+
+if TYPE_CHECKING:
+    from verl_omni.workers.engine.fsdp.diffusers_impl import DiffusersFSDPEngine
+
+# Frozen weights are those of the base model: they are not written again.
+OPTIONS = StateDictOptions(ignore_frozen_params=True)
+
+
+def _state(engine: "DiffusersFSDPEngine", contents: list[str]) -> dict:
+    state = {}
+    if "model" in contents:
+        state["model"] = get_model_state_dict(engine.module, options=OPTIONS)
+        state["policies"] = {
+            name: {k: _like(v, engine.parameters[k]) for k, v in copy.items()}
+            for name, copy in engine.policies.state_dict().items()
+        }
+    if "optimizer" in contents:
+        state["optimizer"] = get_optimizer_state_dict(engine.module, engine.optimizer, options=OPTIONS)
+    if "extra" in contents:
+        state["lr_scheduler"] = engine.lr_scheduler.state_dict()
+    return state
+
+
+def _like(shard: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """A copy of a shard as the distributed tensor that its parameter is."""
+    if not hasattr(parameter, "device_mesh"):
+        return shard
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        shard.to(parameter.to_local().device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def save(engine: "DiffusersFSDPEngine", path: str) -> None:
+    contents = engine.checkpoint_config.save_contents
+    if set(contents) - {"export"}:
+        dcp.save(_state(engine, contents), checkpoint_id=os.path.join(path, "state"))
+    if "export" in contents:
+        export(engine, os.path.join(path, "export"))
+
+
+def load(engine: "DiffusersFSDPEngine", path: str) -> None:
+    contents = engine.checkpoint_config.load_contents
+    state = _state(engine, contents)
+    # A parameter that never got a gradient (a last block's text output) has no optimizer state to load.
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(state, checkpoint_id=os.path.join(path, "state"), planner=planner)
+    if "model" in contents:
+        set_model_state_dict(
+            engine.module, state["model"], options=StateDictOptions(ignore_frozen_params=True, strict=False)
+        )
+        engine.policies.load_state_dict(
+            {n: {k: v.to_local() if hasattr(v, "to_local") else v for k, v in c.items()}
+             for n, c in state["policies"].items()}
+        )  # fmt: skip
+    if "optimizer" in contents:
+        set_optimizer_state_dict(engine.module, engine.optimizer, state["optimizer"], options=OPTIONS)
+    if "extra" in contents:
+        engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+
+
+def export(engine: "DiffusersFSDPEngine", folder: str) -> None:
+    """LoRA: a folder for `pipe.load_lora_weights(folder)`. Full: one diffusers model folder for each trained part.
+
+    With a moving average, that is what is exported: it is what validation has seen.
+    """
+    with engine.policy("ema" if engine.ema_decay else "current"):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        states = {name: get_model_state_dict(part, options=options) for name, part in engine.parts.items()}
+    if dist.get_rank() == 0:
+        os.makedirs(folder, exist_ok=True)
+        write = _write_lora if engine.model_config.lora_rank > 0 else _write_full
+        write(engine, states, folder)
+    dist.barrier()
+
+
+def _write_lora(engine: "DiffusersFSDPEngine", states: dict[str, dict[str, torch.Tensor]], folder: str) -> None:
+    layers = {}
+    for name, state in states.items():
+        # peft puts the adapter's name into the key; diffusers' files do not have it.
+        layers[f"{name}_lora_layers"] = {k.replace(".default.", "."): v.contiguous() for k, v in state.items()}
+        layers[f"{name}_lora_adapter_metadata"] = engine.parts[name].peft_config["default"].to_dict()
+    pipeline_class(engine.model_config.architecture).save_lora_weights(folder, **layers)
+
+
+def _write_full(engine: "DiffusersFSDPEngine", states: dict[str, dict[str, torch.Tensor]], folder: str) -> None:
+    from safetensors.torch import save_file
+
+    for name, state in states.items():
+        target = os.path.join(folder, name)
+        os.makedirs(target, exist_ok=True)
+        engine.parts[name].save_config(target)
+        tensors = {k: v.contiguous() for k, v in state.items()}
+        save_file(tensors, os.path.join(target, "diffusion_pytorch_model.safetensors"), metadata={"format": "pt"})
+
+
+def load_lora(model_config: DiffusionModelConfig, parts: dict[str, torch.nn.Module]) -> None:
+    """Start from LoRA weights in diffusers' format; every tensor must find its place."""
+    from peft import set_peft_model_state_dict
+
+    state = pipeline_class(model_config.architecture).lora_state_dict(os.path.expanduser(model_config.lora_path))
+    state = state[0] if isinstance(state, tuple) else state
+    for name, part in parts.items():
+        mine = {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")}
+        result = set_peft_model_state_dict(part, mine)
+        if not mine or result.unexpected_keys:
+            raise ValueError(
+                f'lora_path="{model_config.lora_path}" does not fit: unexpected {result.unexpected_keys[:3]}; '
+                f"expected LoRA tensors of rank {model_config.lora_rank} named {name}.*"
+            )

@@ -1,0 +1,408 @@
+"""The training engine: diffusers transformers under FSDP2, with gloo on CPUs and NCCL on GPUs."""
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import verl_omni.utils.cpu_platform  # noqa: F401  (verl asks for a platform when it is imported)
+from verl.utils.device import get_device_id, get_device_name
+
+with warnings.catch_warnings():  # verl announces every engine whose package is not installed
+    warnings.simplefilter("ignore")
+    from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
+
+from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.pipelines.sampling import as_micro_batch
+from verl_omni.workers.config import CheckpointConfig, DiffusionModelConfig, FSDPConfig, OptimizerConfig
+from verl_omni.workers.engine.fsdp import checkpoint_io
+from verl_omni.workers.engine.fsdp.pairs import micro_batches
+from verl_omni.workers.engine.fsdp.policies import Policies, fsdp_modules, local, reshard
+
+LossFunction = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], Any]
+
+
+class _Mode(BaseEngineCtx):
+    """Loads what is offloaded, sets the module's mode, and puts everything back."""
+
+    def __enter__(self):
+        super().__enter__()
+        self.engine.module.train(self.mode == "train")
+
+    def __exit__(self, exc_type, exc_val, exc_tb):
+        super().__exit__(exc_type, exc_val, exc_tb)
+
+
+class DiffusersFSDPEngine(BaseEngine):
+    """Holds the transformer and updates it. What a forward computes is the subclass's business."""
+
+    def __init__(
+        self,
+        model_config: DiffusionModelConfig,
+        engine_config: FSDPConfig,
+        optimizer_config: OptimizerConfig,
+        checkpoint_config: CheckpointConfig,
+    ):
+        self.model_config = model_config
+        self.engine_config = engine_config
+        self.optimizer_config = optimizer_config
+        self.checkpoint_config = checkpoint_config
+        self.adapter = DiffusionModelBase.get_class(model_config)
+        self.device = torch.device(get_device_id() if get_device_name() != "cpu" else "cpu")
+        self.dtype, self.model_dtype = resolve_dtypes(engine_config, self.device, lora=model_config.lora_rank > 0)
+        self.mode: str | None = None
+        self.micro_batch_size = 16
+        self.ema_decay = 0.0
+
+    # ---- construction -------------------------------------------------------------------------------------------------
+
+    def initialize(self) -> None:
+        """Build the module, shard it, and make the optimizer and the learning-rate schedule."""
+        torch.manual_seed(self.engine_config.seed)
+        self.module = self.adapter.load_module(self.model_config, self.model_dtype)
+        self.parts = self.adapter.trained_modules(self.module)
+        if self.model_config.lora_rank > 0:
+            self._add_lora()
+        if self.model_config.enable_gradient_checkpointing:
+            for part in self.parts.values():
+                part.enable_gradient_checkpointing()
+        self.module.to(self.device)
+        self._shard()
+        self.parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        self._build_optimizer()
+        self.policies = Policies(self.parameters, offload=self.engine_config.param_offload)
+        self.scheduler = self.adapter.build_scheduler(self.model_config)
+        self.adapter.set_timesteps(self.scheduler, self.model_config, self.device)
+        self.to("cpu", model=self.is_param_offload_enabled, optimizer=False, grad=False)
+
+    def _add_lora(self) -> None:
+        from peft import LoraConfig
+
+        targets = self.model_config.target_modules or self.adapter.lora_target_modules
+        config = LoraConfig(
+            r=self.model_config.lora_rank,
+            lora_alpha=self.model_config.lora_alpha,
+            init_lora_weights=self.model_config.lora_init if self.model_config.lora_init != "default" else True,
+            target_modules=targets if isinstance(targets, str) else list(targets),
+        )
+        for part in self.parts.values():
+            part.requires_grad_(False)
+            part.add_adapter(config)
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+        if self.model_config.lora_path:
+            checkpoint_io.load_lora(self.model_config, self.parts)
+
+    def _shard(self) -> None:
+        world = dist.get_world_size()
+        size = world if self.engine_config.fsdp_size in (-1, 0) else self.engine_config.fsdp_size
+        if world % size:
+            raise ValueError(f"fsdp_size={size} does not divide the {world} ranks")
+        shape, names = ((world,), ("fsdp",)) if size == world else ((world // size, size), ("ddp", "fsdp"))
+        self.mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+        # A single rank has nothing to give back: its weights stay gathered.
+        keep = {"reshard_after_forward": self.engine_config.reshard_after_forward and world > 1}
+        for part in self.parts.values():
+            blocks = set(part._repeated_blocks or part._no_split_modules or [])
+            for child in part.modules():
+                if type(child).__name__ in blocks:
+                    fully_shard(child, mesh=self.mesh, mp_policy=policy, **keep)
+            fully_shard(part, mesh=self.mesh, mp_policy=policy, **keep)
+
+    def _build_optimizer(self) -> None:
+        config = self.optimizer_config
+        if not hasattr(torch.optim, config.optimizer):
+            raise ValueError(f'optim.optimizer="{config.optimizer}" is no class of torch.optim, such as AdamW')
+        arguments = {"lr": config.lr, "weight_decay": config.weight_decay}
+        if "Adam" in config.optimizer:
+            arguments |= {"betas": tuple(config.betas), "eps": config.eps}
+            arguments |= {"fused": True} if self.device.type == "cuda" else {}
+        self.optimizer = getattr(torch.optim, config.optimizer)(list(self.parameters.values()), **arguments)
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lr_factor(config))
+
+    def keep_reference(self) -> None:
+        """Full fine-tuning: remember the starting weights. With LoRA the reference is the model without adapters."""
+        if self.model_config.lora_rank == 0:
+            self.policies.keep("reference")
+
+    def keep_ema(self, decay: float) -> None:
+        """A moving average of the trained weights, moved after every optimizer step."""
+        self.ema_decay = decay
+        self.policies.keep("ema")
+
+    # ---- modes and policies -------------------------------------------------------------------------------------------
+
+    @property
+    def is_param_offload_enabled(self) -> bool:
+        return self.engine_config.param_offload
+
+    @property
+    def is_optimizer_offload_enabled(self) -> bool:
+        return self.engine_config.optimizer_offload
+
+    def train_mode(self, **kwargs) -> _Mode:
+        return _Mode(self, "train", **kwargs)
+
+    def eval_mode(self, **kwargs) -> _Mode:
+        return _Mode(self, "eval", **kwargs)
+
+    @contextlib.contextmanager
+    def policy(self, name: str) -> Iterator[None]:
+        """Forward passes inside use the policy of that name: current, reference, ema, old."""
+        if name == "current":
+            yield
+        elif name == "reference" and self.model_config.lora_rank > 0:
+            with self.disable_adapter():
+                yield
+        else:
+            with self.policies.swapped_in(name, self.parts.values()):
+                yield
+
+    @contextlib.contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        for part in self.parts.values():
+            part.disable_adapters()
+        try:
+            yield
+        finally:
+            for part in self.parts.values():
+                part.enable_adapters()
+
+    def gather(self) -> None:
+        """Every rank holds the whole model until `release`, so that ranks may generate without waiting for each other."""
+        for module in fsdp_modules(self.parts.values()):
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
+
+    def release(self) -> None:
+        keep = self.engine_config.reshard_after_forward and dist.get_world_size() > 1
+        for module in fsdp_modules(self.parts.values()):
+            module.set_reshard_after_forward(keep, recurse=False)
+        reshard(self.parts.values())
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        super().to(device, model, optimizer, grad)
+        target = "cpu" if device == "cpu" else self.device
+        if model and self.device.type != "cpu":
+            reshard(self.parts.values())
+            self.module.to(target)
+        if optimizer and self.device.type != "cpu":
+            for state in self.optimizer.state.values():
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.ndim > 0:
+                        state[key] = value.to(target)
+
+    # ---- forward, backward, step ----------------------------------------------------------------------------------------
+
+    def prepare_model_outputs(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the loss sees of the model. Subclasses say what that is."""
+        raise NotImplementedError
+
+    def forward_step(
+        self, micro_batch: dict[str, torch.Tensor], loss_function: LossFunction | None, forward_only: bool
+    ) -> tuple[torch.Tensor | None, dict[str, Any]]:
+        """One micro-batch: (loss or None, {"model_output", "metrics"})."""
+        output = self.prepare_model_outputs(micro_batch)
+        if loss_function is None:
+            return None, {"model_output": output, "metrics": {}}
+        result = loss_function(output, micro_batch)
+        metrics = dict(result.metrics)
+        if result.add_loss_metric:
+            metrics["loss"] = result.loss.detach()
+        return result.loss, {"model_output": output if forward_only else {}, "metrics": metrics}
+
+    def forward_backward_batch(
+        self, data: dict[str, torch.Tensor], loss_function: LossFunction | None, forward_only: bool = False
+    ) -> dict[str, Any]:
+        """All micro-batches. The gradient is that of the mean over all pairs, however they are split."""
+        data = {k: v.to(self.device) for k, v in data.items()}
+        batches = list(self.split(data))
+        outputs, metrics = [], {}
+        for i, (micro_batch, share) in enumerate(batches):
+            last = i == len(batches) - 1
+            for module in fsdp_modules(self.parts.values()):
+                module.set_requires_gradient_sync(last, recurse=False)
+                module.set_is_last_backward(last)
+            with torch.set_grad_enabled(not forward_only):
+                loss, out = self.forward_step(micro_batch, loss_function, forward_only)
+            if not forward_only:
+                (loss * share).backward()
+            else:
+                outputs.append({k: v.detach() for k, v in out["model_output"].items()})
+            accumulate(metrics, out["metrics"], share)
+        joined = {k: torch.cat([o[k] for o in outputs]) for k in outputs[0]} if outputs else {}
+        return {"model_output": joined, "metrics": self.reduce_metrics(metrics)}
+
+    def split(self, data: dict[str, torch.Tensor]) -> Iterator[tuple[dict[str, torch.Tensor], float]]:
+        return micro_batches(data, self.micro_batch_size)
+
+    def train_batch(self, data: dict[str, torch.Tensor], loss_function: LossFunction) -> dict[str, Any]:
+        self.optimizer_zero_grad()
+        output = self.forward_backward_batch(data, loss_function)
+        output["metrics"]["grad_norm"] = self.optimizer_step()
+        output["metrics"]["lr"] = self.lr_scheduler_step()
+        return output
+
+    def infer_batch(self, data: dict[str, torch.Tensor], loss_function: LossFunction | None = None) -> dict[str, Any]:
+        with torch.no_grad():
+            return self.forward_backward_batch(data, loss_function, forward_only=True)
+
+    def optimizer_zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def optimizer_step(self) -> float:
+        """Clip, step, move the average; the gradient's norm before clipping."""
+        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        squares = torch.stack([local(g).float().square().sum() for g in grads]).sum()
+        dist.all_reduce(squares, group=self.mesh.get_group("fsdp"))
+        norm = math.sqrt(squares.item())
+        if not math.isfinite(norm):
+            raise FloatingPointError(
+                f"the gradient's norm is {norm}: the update would destroy the weights. A lower learning rate "
+                "(actor_rollout_ref.actor.optim.lr) or noise_level usually helps"
+            )
+        limit = self.optimizer_config.clip_grad
+        if limit and norm > limit:
+            for grad in grads:
+                local(grad).mul_(limit / (norm + 1e-6))
+        self.optimizer.step()
+        if self.ema_decay:
+            self.policies.blend("ema", self.ema_decay)
+        return norm
+
+    def lr_scheduler_step(self) -> float:
+        """The learning rate of the step just taken; the next one's is set."""
+        lr = self.lr_scheduler.get_last_lr()[0]
+        self.lr_scheduler.step()
+        return lr
+
+    def reduce_metrics(self, metrics: dict[str, torch.Tensor]) -> dict[str, float]:
+        """Mean over ranks; names that end in `max_dev` or `_max` are maxima."""
+        if not metrics:
+            return {}
+        names = sorted(metrics)
+        values = torch.stack([torch.as_tensor(metrics[n], dtype=torch.float64).cpu() for n in names]).to(self.device)
+        gathered = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, values)
+        stacked = torch.stack(gathered)
+        return {n: (stacked[:, i].max() if is_maximum(n) else stacked[:, i].mean()).item() for i, n in enumerate(names)}
+
+    # ---- data parallelism and checkpoints -----------------------------------------------------------------------------
+
+    def get_data_parallel_size(self) -> int:
+        return dist.get_world_size()
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank()
+
+    def get_data_parallel_group(self):
+        return dist.group.WORLD
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        return True
+
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        **kwargs,
+    ) -> None:
+        """Write this rank's part of the training state, and the weights in diffusers' format."""
+        reshard(self.parts.values())
+        checkpoint_io.save(self, local_path)
+
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False, **kwargs
+    ) -> None:
+        reshard(self.parts.values())
+        checkpoint_io.load(self, local_path)
+
+
+@EngineRegistry.register(model_type="diffusion_model", backend="fsdp2", device=["cpu", "cuda"])
+class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
+    """Policy gradient: a forward re-evaluates stored reverse steps."""
+
+    def prepare_model_outputs(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """log_probs (N,), prev_sample_mean (N, ...) and std_dev_t (N, 1, ...) of N stored (sample, step) pairs."""
+        batch = as_micro_batch(micro_batch)
+        inputs, negative = self.adapter.prepare_model_inputs(
+            self.module,
+            self.model_config,
+            latents=batch["latents"],
+            timesteps=batch["timesteps"],
+            prompt_embeds=batch["prompt_embeds"],
+            prompt_embeds_mask=batch["prompt_embeds_mask"],
+            negative_prompt_embeds=batch["negative_prompt_embeds"],
+            negative_prompt_embeds_mask=batch["negative_prompt_embeds_mask"],
+            micro_batch=batch,
+            step=0,
+        )
+        timestep = batch["timesteps"][:, 0]
+        log_probs, mean, std_dev_t = self.adapter.forward_and_sample_previous_step(
+            self.module,
+            self.scheduler,
+            self.model_config,
+            inputs,
+            negative,
+            scheduler_inputs={
+                "sample": batch["latents"][:, 0],
+                "prev_sample": batch["prev_latents"],
+                "timestep": timestep,
+            },
+            step=0,
+        )
+        micro_batch["sqrt_dt"] = self.scheduler.sqrt_neg_dt(timestep)
+        return {"log_probs": log_probs, "prev_sample_mean": mean, "std_dev_t": std_dev_t}
+
+
+def resolve_dtypes(config: FSDPConfig, device: torch.device, lora: bool) -> tuple[torch.dtype, torch.dtype]:
+    """(dtype of the computation, dtype that the weights are held in)."""
+    compute = getattr(torch, config.dtype) if config.dtype else (
+        torch.float32 if device.type == "cpu" else torch.bfloat16
+    )  # fmt: skip
+    if config.model_dtype:
+        return compute, getattr(torch, config.model_dtype)
+    return compute, compute if lora else torch.float32
+
+
+def lr_factor(config: OptimizerConfig) -> Callable[[int], float]:
+    """Linear warm-up, then constant, linear to 0 or half a cosine to 0."""
+    if config.lr_scheduler_type not in ("constant", "linear", "cosine"):
+        raise ValueError(f'optim.lr_scheduler_type="{config.lr_scheduler_type}": expected constant, linear or cosine')
+    if config.lr_scheduler_type != "constant" and not config.total_training_steps:
+        raise ValueError(f"a {config.lr_scheduler_type} learning rate needs optim.total_training_steps")
+
+    def factor(step: int) -> float:
+        if step < config.lr_warmup_steps:
+            return (step + 1) / config.lr_warmup_steps
+        if config.lr_scheduler_type == "constant":
+            return 1.0
+        span = max(1, config.total_training_steps - config.lr_warmup_steps)
+        done = min(1.0, (step - config.lr_warmup_steps) / span)
+        return 1.0 - done if config.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+
+    return factor
+
+
+def is_maximum(name: str) -> bool:
+    return name.endswith(("max_dev", "_max"))
+
+
+def accumulate(total: dict[str, torch.Tensor], metrics: dict[str, Any], share: float) -> None:
+    """Weighted mean over micro-batches (or their maximum), without waiting for the device."""
+    for name, value in metrics.items():
+        value = torch.as_tensor(value).detach().double()
+        if is_maximum(name):
+            total[name] = torch.maximum(total[name], value) if name in total else value
+        else:
+            total[name] = total.get(name, 0.0) + value * share

@@ -1,0 +1,48 @@
+"""A batch of trajectories as a flat batch of (sample, step) pairs.
+
+Denoising steps are a batch dimension: a mini-batch of B samples with W trained steps is B * W independent pairs, and any
+split of them into micro-batches gives the same gradient.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+# What exists once for each step of a sample, (B, W, ...). Everything else exists once for each sample.
+STEP_KEYS = (
+    "all_timesteps", "old_log_probs", "rollout_log_probs", "advantages", "returns", "rollout_is_weights",
+    "old_prev_sample_mean", "ref_prev_sample_mean",
+)  # fmt: skip
+
+
+def pair_indices(data: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and step of every pair; `train_steps` (B, K) names the steps where only some are trained."""
+    rows, steps = data["all_timesteps"].shape
+    if "train_steps" in data:
+        chosen = data["train_steps"]
+        return torch.arange(rows).repeat_interleave(chosen.shape[1]), chosen.reshape(-1).cpu()
+    return torch.arange(rows).repeat_interleave(steps), torch.arange(steps).repeat(rows)
+
+
+def micro_batches(data: dict[str, torch.Tensor], size: int) -> Iterator[tuple[dict[str, torch.Tensor], float]]:
+    """(micro-batch of up to `size` pairs, its share of all pairs)."""
+    rows, steps = pair_indices(data)
+    for start in range(0, len(rows), size):
+        row, step = rows[start : start + size], steps[start : start + size]
+        yield take_pairs(data, row, step), len(row) / len(rows)
+
+
+def take_pairs(data: dict[str, torch.Tensor], rows: torch.Tensor, steps: torch.Tensor) -> dict[str, torch.Tensor]:
+    device = data["all_timesteps"].device
+    rows, steps = rows.to(device), steps.to(device)
+    batch = {
+        "latents": data["all_latents"][rows, steps][:, None],
+        "prev_latents": data["all_latents"][rows, steps + 1],
+        "timesteps": data["all_timesteps"][rows, steps][:, None],
+    }
+    for key, value in data.items():
+        if key in STEP_KEYS:
+            batch[key] = value[rows, steps]
+        elif key not in ("all_latents", "final_latents", "train_steps"):
+            batch[key] = value[rows]
+    return batch

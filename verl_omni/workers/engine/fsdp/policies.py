@@ -1,0 +1,76 @@
+"""Other policies than the one that is trained: the reference, an old policy, a moving average.
+
+Each is a copy of the trained parameters only (sharded as they are, optionally in CPU memory) that is swapped in for a
+while. With LoRA that is a few megabytes, and the reference is the model with its adapters off: no second model exists.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+class Policies:
+    def __init__(self, parameters: dict[str, torch.nn.Parameter], offload: bool = False):
+        self.parameters = parameters
+        self.offload = offload
+        self.copies: dict[str, dict[str, torch.Tensor]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.copies
+
+    @torch.no_grad()
+    def keep(self, name: str) -> None:
+        """Remember the weights as they are now under this name."""
+        device = "cpu" if self.offload else None
+        self.copies[name] = {k: local(p).detach().to(device, copy=True) for k, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def blend(self, name: str, decay: float) -> None:
+        """copy <- decay * copy + (1 - decay) * current."""
+        for key, parameter in self.parameters.items():
+            held = self.copies[name][key]
+            held.lerp_(local(parameter).to(held), 1.0 - decay)
+
+    @contextlib.contextmanager
+    def swapped_in(self, name: str, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+        """The named weights are the model's inside this block."""
+        modules = list(modules)
+        self._swap(name, modules)
+        try:
+            yield
+        finally:
+            self._swap(name, modules)
+
+    @torch.no_grad()
+    def _swap(self, name: str, modules: list[torch.nn.Module]) -> None:
+        reshard(modules)  # gathered copies of the weights would be stale
+        for key, parameter in self.parameters.items():
+            held, shard = self.copies[name][key], local(parameter)
+            current = shard.detach().clone()
+            shard.copy_(held)
+            held.copy_(current)
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        return self.copies
+
+    def load_state_dict(self, copies: dict[str, dict[str, torch.Tensor]]) -> None:
+        for name, tensors in copies.items():
+            for key, value in tensors.items():
+                self.copies[name][key].copy_(value)
+
+
+def fsdp_modules(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    from torch.distributed.fsdp import FSDPModule
+
+    return [m for root in modules for m in root.modules() if isinstance(m, FSDPModule)]
+
+
+def reshard(modules: Iterable[torch.nn.Module]) -> None:
+    for module in fsdp_modules(modules):
+        module.reshard()
