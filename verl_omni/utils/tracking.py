@@ -1,0 +1,174 @@
+"""Where a run's metrics go: a readable line on the console, one JSON line a step, and any backend that verl has."""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from verl_omni.utils.suggest import unknown
+
+OWN = ("console", "jsonl")
+
+# What a person watches during training, of the hundred or so numbers of a step: (metric, label, format).
+WATCHED = (
+    ("critic/rewards/mean", "reward", "{:.3f}"),
+    ("critic/rewards/std_mean", "group std", "{:.3f}"),
+    ("actor/kl_loss", "kl", "{:.2e}"),
+    ("actor/pg_clipfrac", "clipped", "{:.1%}"),
+    ("actor/grad_norm", "grad norm", "{:.3g}"),
+    ("perf/time_per_step", "time", "{:.1f} s"),
+)
+VALIDATION = "val-core/"
+
+
+def known_backends() -> list[str]:
+    """Every name that ``trainer.logger`` may hold."""
+    from verl.utils.tracking import Tracking as VerlTracking
+
+    return sorted({*OWN, *VerlTracking.supported_backend})
+
+
+class Tracking:
+    """Hands each step's metrics to all backends of ``trainer.logger``.
+
+    ``resumed_step`` is the step of the checkpoint that the run goes on from, None for a run from the start.
+    TensorBoard and W&B write below ``run_dir`` unless ``TENSORBOARD_DIR`` or ``WANDB_DIR`` say otherwise; W&B needs no
+    network with ``WANDB_MODE=offline``.
+    """
+
+    def __init__(
+        self,
+        backends: str | Sequence[str],
+        run_dir: str | Path,
+        project_name: str,
+        experiment_name: str,
+        config: Mapping[str, Any] | None = None,
+        resumed_step: int | None = None,
+        total_steps: int | None = None,
+    ):
+        from verl.utils.tracking import Tracking as VerlTracking
+
+        backends = [backends] if isinstance(backends, str) else list(backends)
+        known = known_backends()
+        for name in backends:
+            if name not in known:
+                raise ValueError(unknown("trainer.logger", name, known))
+
+        run_dir = Path(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        theirs = [name for name in backends if name not in OWN]
+        with _default_env(TENSORBOARD_DIR=run_dir / "tensorboard", WANDB_DIR=run_dir):
+            self._theirs = VerlTracking(project_name, experiment_name, theirs, dict(config or {}))
+        self._own = []
+        if "jsonl" in backends:
+            self._own.append(JsonLines(run_dir / "metrics.jsonl", resumed_step))
+        if "console" in backends:
+            self._own.append(Console(total_steps))
+
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        numbers = {key: _number(value) for key, value in data.items()}
+        for backend in self._own:
+            backend.log(numbers, step)
+        self._theirs.log(numbers, step)
+
+    def finish(self, exit_code: int = 0) -> None:
+        for backend in self._own:
+            backend.finish()
+        self._theirs.finish(exit_code)
+
+
+class Console:
+    """``step 12/100 | reward 0.734 | kl 1.20e-03 | time 4.2 s``, above a progress bar if there is one."""
+
+    def __init__(self, total_steps: int | None = None):
+        self.total_steps = total_steps
+
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        from tqdm import tqdm
+
+        tqdm.write(self.line(data, step))
+
+    def line(self, data: Mapping[str, Any], step: int) -> str:
+        parts = [f"step {step}" + (f"/{self.total_steps}" if self.total_steps else "")]
+        parts += [f"val {key.removeprefix(VALIDATION)} {data[key]:.3f}" for key in data if key.startswith(VALIDATION)]
+        parts += [f"{label} {form.format(data[key])}" for key, label, form in WATCHED if key in data]
+        return " | ".join(parts)
+
+    def finish(self) -> None:
+        pass
+
+
+class JsonLines:
+    """``{"step": 3, "data": {...}}``, one line a step in ascending order, on disk as soon as it is logged.
+
+    A resumed run first cuts off what lies beyond its checkpoint (and a last line that was never finished), so that the
+    file reads as if there had been no interruption. A run from the start keeps an older file as ``*.old.jsonl``. NaN
+    and infinity, which JSON does not have, become null.
+    """
+
+    def __init__(self, path: Path, resumed_step: int | None = None):
+        self.path = path
+        kept = []
+        if path.exists() and resumed_step is not None:
+            kept = [entry for entry in read_metrics(path) if entry["step"] <= resumed_step]
+        elif path.exists():
+            path.replace(path.with_suffix(".old.jsonl"))
+        new = path.with_suffix(".tmp")
+        new.write_bytes(b"".join(_line(entry) for entry in kept))
+        new.replace(path)
+        self._last = kept[-1] if kept else None
+        self._file = path.open("r+b")
+        self._end = self._file.seek(0, os.SEEK_END)
+
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        entry = {"step": int(step), "data": {key: _finite(value) for key, value in data.items()}}
+        if self._last and step < self._last["step"]:
+            raise ValueError(f"{self.path}: step {step} logged after step {self._last['step']}")
+        if self._last and step == self._last["step"]:  # more about the same step, such as a validation after resuming
+            entry["data"] = self._last["data"] | entry["data"]
+            self._end -= len(_line(self._last))
+        self._file.seek(self._end)
+        self._file.write(_line(entry))
+        self._end = self._file.truncate(self._file.tell())
+        self._file.flush()
+        self._last = entry
+
+    def finish(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The entries of a ``metrics.jsonl``. A last line without its end, left by a killed run, is not an entry."""
+    *whole, _unfinished = Path(path).read_text(encoding="utf-8").split("\n")
+    try:
+        return [json.loads(line) for line in whole]
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is damaged: {error}. Move it away to go on without the old metrics") from error
+
+
+def _line(entry: dict[str, Any]) -> bytes:
+    return json.dumps(entry).encode() + b"\n"
+
+
+def _number(value: Any) -> Any:
+    """A plain Python number for a 0-d tensor or a NumPy scalar."""
+    return value.item() if hasattr(value, "item") else value
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextmanager
+def _default_env(**values: Path) -> Iterator[None]:
+    """Set environment variables for the while, except those that the user has set."""
+    added = [name for name in values if name not in os.environ]
+    os.environ.update({name: str(values[name]) for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
