@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from verl_omni.pipelines.utils import load_component, load_tokenizers, pipeline_class
+from verl_omni.pipelines.utils import load_component, load_tokenizers, pipeline_class, read_component_config
 from verl_omni.utils.suggest import unknown
 from verl_omni.workers.config import DiffusionModelConfig
 
@@ -21,6 +21,7 @@ Conditions = dict[str, torch.Tensor]
 # Built-in adapters, imported when their architecture is first asked for.
 _BUILTIN: dict[str, str] = {
     "QwenImagePipeline": "verl_omni.pipelines.qwen_image_flow_grpo",
+    "StableDiffusion3Pipeline": "verl_omni.pipelines.sd3_flow_grpo",
 }
 
 
@@ -82,6 +83,11 @@ class DiffusionModelBase(ABC):
     @classmethod
     def get_class(cls, model_config: DiffusionModelConfig) -> type["DiffusionModelBase"]:
         return cls.registry.find(model_config.architecture, model_config.algorithm)
+
+    @classmethod
+    def vae_scale_factor(cls, model_config: DiffusionModelConfig) -> int:
+        """Pixels a latent pixel, in each direction."""
+        return 2 ** (len(read_component_config(model_config.path, "vae")["block_out_channels"]) - 1)
 
     # ---- training and rollout -------------------------------------------------------------------------------------
 

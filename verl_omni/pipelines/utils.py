@@ -55,6 +55,18 @@ def check_length(prompt: str, tokens: int, max_sequence_length: int) -> None:
         )
 
 
+def clip_ids(tokenizer: Any, prompt: str) -> list[int]:
+    """CLIP's fixed length, cut off where the prompt is longer, as upstream does: another encoder reads the rest."""
+    return tokenizer(prompt, padding="max_length", max_length=tokenizer.model_max_length, truncation=True).input_ids
+
+
+def t5_ids(tokenizer: Any, prompt: str, max_sequence_length: int) -> list[int]:
+    """T5's ids padded to `max_sequence_length`: the models that read them were trained without a mask."""
+    ids = tokenizer(prompt).input_ids
+    check_length(prompt, len(ids), max_sequence_length)
+    return ids + [tokenizer.pad_token_id] * (max_sequence_length - len(ids))
+
+
 def dense_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
     """None where a mask masks nothing, as diffusers does it: attention then takes its fast path."""
     return None if mask is None or bool(mask.all()) else mask
@@ -72,3 +84,10 @@ def flow_shift(image_seq_len: int, config: Any) -> float:
     y0, y1 = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
     slope = (y1 - y0) / (x1 - x0)
     return image_seq_len * slope + y0 - slope * x0
+
+
+def decode_image(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
+    """Latents (B, C, h, w) to images in [0, 1], for diffusers' AutoencoderKL."""
+    config = pipe.vae.config
+    latents = (latents / config.scaling_factor + config.shift_factor).to(pipe.vae.dtype)
+    return pipe.image_processor.postprocess(pipe.vae.decode(latents, return_dict=False)[0], output_type="pt")

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from verl_omni.utils.suggest import unknown
+from verl_omni.utils.tiny_text import clip_text_encoder, clip_tokenizer, t5_encoder, t5_tokenizer
 
 if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline
+    from diffusers import AutoencoderKL, DiffusionPipeline
     from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration
 
 BUILDERS: dict[str, Callable[[], "DiffusionPipeline"]] = {}
@@ -140,6 +141,24 @@ def qwen_text_encoder(
     return Qwen2_5_VLForConditionalGeneration(config).eval()
 
 
+def image_vae(**config) -> "AutoencoderKL":
+    """The autoencoder of SD3, Flux and Z-Image with factor 8 and 4 latent channels."""
+    from diffusers import AutoencoderKL
+
+    vae = AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(8, 8, 8, 8),
+        norm_num_groups=2,
+        latent_channels=4,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        **config,
+    )
+    strengthen(vae.decoder, 2.0)
+    return vae
+
+
 @register_builder("QwenImagePipeline")
 def qwen_image() -> "DiffusionPipeline":
     from diffusers import (
@@ -182,6 +201,46 @@ def qwen_image() -> "DiffusionPipeline":
         shift_terminal=0.02,
     )
     return QwenImagePipeline(scheduler, vae, text_encoder, tokenizer, transformer)
+
+
+@register_builder("StableDiffusion3Pipeline")
+def stable_diffusion_3() -> "DiffusionPipeline":
+    """SD3.5-medium's features: query and key norms, and a second attention in the first block."""
+    from diffusers import (
+        FlowMatchEulerDiscreteScheduler,
+        SD3Transformer2DModel,
+        StableDiffusion3Pipeline,
+    )
+    from transformers import CLIPTextModelWithProjection
+
+    clip, t5 = clip_tokenizer(), t5_tokenizer()
+    transformer = SD3Transformer2DModel(
+        sample_size=16,
+        patch_size=2,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        caption_projection_dim=32,
+        pooled_projection_dim=32,
+        pos_embed_max_size=32,
+        dual_attention_layers=(0,),
+        qk_norm="rms_norm",
+    )
+    strengthen(transformer, 1.3)
+    return StableDiffusion3Pipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=image_vae(scaling_factor=1.5, shift_factor=0.06),
+        text_encoder=clip_text_encoder(clip, CLIPTextModelWithProjection),
+        tokenizer=clip,
+        text_encoder_2=clip_text_encoder(clip, CLIPTextModelWithProjection),
+        tokenizer_2=clip,
+        text_encoder_3=t5_encoder(t5),
+        tokenizer_3=t5,
+    )
 
 
 def main() -> None:

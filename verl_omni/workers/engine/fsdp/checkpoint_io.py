@@ -101,8 +101,9 @@ def export(engine: "DiffusersFSDPEngine", folder: str) -> None:
 def _write_lora(engine: "DiffusersFSDPEngine", states: dict[str, dict[str, torch.Tensor]], folder: str) -> None:
     layers = {}
     for name, state in states.items():
-        # peft puts the adapter's name into the key; diffusers' files do not have it.
-        layers[f"{name}_lora_layers"] = {k.replace(".default.", "."): v.contiguous() for k, v in state.items()}
+        # peft puts the adapter's name into the key; diffusers' files do not have it. Buffers are the base model's.
+        lora = {k.replace(".default.", "."): v.contiguous() for k, v in state.items() if ".lora_" in k}
+        layers[f"{name}_lora_layers"] = lora
         layers[f"{name}_lora_adapter_metadata"] = engine.parts[name].peft_config["default"].to_dict()
     pipeline_class(engine.model_config.architecture).save_lora_weights(folder, **layers)
 

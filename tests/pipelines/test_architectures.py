@@ -1,0 +1,208 @@
+"""Every architecture against diffusers' own pipeline, and rollout against training: one table, the same tests."""
+
+import asyncio
+import functools
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny_models import tiny_checkpoint
+
+from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.pipelines.utils import pipeline_class
+from verl_omni.workers.config import (
+    CheckpointConfig,
+    DiffusionModelConfig,
+    DiffusionPipelineConfig,
+    DiffusionRolloutAlgoConfig,
+    DiffusionRolloutConfig,
+    FSDPConfig,
+    OptimizerConfig,
+)
+from verl_omni.workers.engine.fsdp import checkpoint_io
+from verl_omni.workers.engine.fsdp.diffusers_impl import PPODiffusersFSDPEngine
+from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout, pad_and_cat
+
+STEPS = 4
+SIZES = [(32, 48), (64, 32)]
+PROMPTS = ["a cat", 'a sign that reads "407", on a long wall of old red bricks, seen from afar in the evening light']
+NEGATIVE = "blurry"
+SEQUENCE = 128  # longest prompt in tokens
+
+
+@dataclass
+class Architecture:
+    """One row of the table: what the pipeline is called with, with and without classifier-free guidance."""
+
+    name: str
+    guided: dict[str, Any]
+    plain: dict[str, Any]
+    # What our config calls otherwise, or has no knob for.
+    call: dict[str, Any] = field(default_factory=dict)
+
+    def knobs(self, cfg: bool) -> dict[str, Any]:
+        return self.guided if cfg else self.plain
+
+
+TABLE = [
+    Architecture("QwenImagePipeline", guided={"true_cfg_scale": 4.0}, plain={"true_cfg_scale": 1.0}),
+    Architecture("StableDiffusion3Pipeline", guided={"guidance_scale": 5.0}, plain={"guidance_scale": 1.0}),
+]
+
+
+@pytest.fixture(params=TABLE, ids=lambda row: row.name)
+def row(request) -> Architecture:
+    return request.param
+
+
+@pytest.fixture(scope="session", autouse=True)
+def process_group():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@functools.cache
+def upstream(name: str):
+    """The stock pipeline. Tests that change it load their own."""
+    pipe = pipeline_class(name).from_pretrained(tiny_checkpoint(name))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def draw(pipe, row: Architecture, prompt: str, seed: int, cfg: bool, size=SIZES[0], output_type="latent"):
+    """What diffusers draws: latents, or pixels as (1, 3, H, W) or (1, F, 3, H, W)."""
+    negative = {"negative_prompt": NEGATIVE} if cfg else {}
+    out = pipe(
+        prompt=prompt,
+        height=size[0],
+        width=size[1],
+        num_inference_steps=STEPS,
+        max_sequence_length=SEQUENCE,
+        generator=torch.Generator().manual_seed(seed),
+        output_type=output_type,
+        **row.knobs(cfg),
+        **row.call,
+        **negative,
+    )
+    return out[0]
+
+
+def config(row: Architecture, cfg: bool, size=SIZES[0], noise=0.0, sde_type="sde", **model) -> DiffusionModelConfig:
+    return DiffusionModelConfig(
+        path=str(tiny_checkpoint(row.name)),
+        pipeline=DiffusionPipelineConfig(
+            height=size[0],
+            width=size[1],
+            num_inference_steps=STEPS,
+            max_sequence_length=SEQUENCE,
+            **row.knobs(cfg),
+        ),
+        algo=DiffusionRolloutAlgoConfig(sde_type=sde_type, noise_level=noise),
+        **model,
+    )
+
+
+def rollout(model_config: DiffusionModelConfig, module: torch.nn.Module | None = None) -> DiffusersRollout:
+    adapter = DiffusionModelBase.get_class(model_config)
+    module = adapter.load_module(model_config, torch.float32) if module is None else module
+    return DiffusersRollout(DiffusionRolloutConfig(), model_config, module.eval(), torch.device("cpu"), torch.float32)
+
+
+def generate(engine: DiffusersRollout, prompts: list[str], seeds: list[int], together: bool = True):
+    """Requests as the agent loop makes them, in one batch or one after another."""
+    tokenizers = engine.adapter.load_tokenizers(engine.model_config)
+    ids = [engine.adapter.tokenize(tokenizers, text, SEQUENCE) for text in [*prompts, NEGATIVE]]
+    window = (0, STEPS - 1) if engine.model_config.algo.noise_level else None
+
+    async def run():
+        params = [dict(seed=s, keep_trajectory=True, sde_window=window) for s in seeds]
+        if together:
+            params = [p | {"position": (i, len(prompts))} for i, p in enumerate(params)]
+        calls = [
+            engine.generate(ids[i], p, str(i), negative_prompt_ids=ids[-1]) for i, p in enumerate(params)
+        ]  # fmt: skip
+        return await asyncio.gather(*calls) if together else [await call for call in calls]
+
+    return asyncio.run(run())
+
+
+def as_batch(outputs) -> dict[str, torch.Tensor]:
+    """Finished requests as the batch that training gets."""
+    rows = [output.trajectory | output.conditions for output in outputs]
+    return {key: pad_and_cat([row[key][None] for row in rows]) for key in rows[0]}
+
+
+def training_engine(model_config: DiffusionModelConfig) -> PPODiffusersFSDPEngine:
+    engine = PPODiffusersFSDPEngine(model_config, FSDPConfig(), OptimizerConfig(lr=0.1), CheckpointConfig())
+    engine.initialize()
+    return engine
+
+
+def mean_log_prob(output, micro_batch):
+    return SimpleNamespace(loss=-output["log_probs"].mean(), metrics={}, add_loss_metric=False)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda s: f"{s[0]}x{s[1]}")
+@pytest.mark.parametrize("cfg", [False, True], ids=["plain", "cfg"])
+def test_without_noise_it_is_diffusers(row, cfg, size):
+    model_config = config(row, cfg, size)
+    engine = rollout(model_config)
+    outputs = generate(engine, PROMPTS, seeds=[0, 1])
+    for seed, (prompt, output) in enumerate(zip(PROMPTS, outputs, strict=True)):
+        latents = output.trajectory["final_latents"][None]
+        with torch.no_grad():
+            pixels = engine.adapter.decode_latents(engine.pipe, latents, model_config)
+        pipe = upstream(row.name)
+        torch.testing.assert_close(latents, draw(pipe, row, prompt, seed, cfg, size), atol=1e-5, rtol=1e-5)
+        expected = draw(pipe, row, prompt, seed, cfg, size, output_type="pt")
+        torch.testing.assert_close(pixels, expected, atol=1e-5, rtol=0)
+        assert output.image.shape == pixels.shape[1:] and output.image.dtype == torch.uint8
+
+
+def test_a_mixed_batch_equals_one_by_one(row):
+    model_config = config(row, cfg=True, noise=0.7)
+    prompts = [*PROMPTS, "a dog"]
+    engine = rollout(model_config)
+    together = generate(engine, prompts, seeds=[0, 1, 2])
+    alone = generate(engine, prompts, seeds=[0, 1, 2], together=False)
+    for one, other in zip(together, alone, strict=True):
+        for key in ("final_latents", "all_latents", "rollout_log_probs"):
+            torch.testing.assert_close(one.trajectory[key], other.trajectory[key], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sde_type", ["sde", "cps", "dance_sde"])
+def test_training_finds_the_log_probs_of_the_rollout(row, sde_type):
+    engine = training_engine(config(row, cfg=True, noise=0.7, sde_type=sde_type))
+    data = as_batch(generate(rollout(engine.model_config, engine.module), PROMPTS, seeds=[0, 1]))
+    with engine.train_mode():
+        replayed = engine.infer_batch(data)["model_output"]["log_probs"].view_as(data["rollout_log_probs"])
+        ratio = (replayed - data["rollout_log_probs"]).exp()
+        torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-6, rtol=0)
+        engine.train_batch(data, mean_log_prob)
+        moved = engine.infer_batch(data)["model_output"]["log_probs"].view_as(ratio)
+    assert (moved - replayed).abs().min() > 1e-4
+
+
+def test_lora_loads_into_the_stock_pipeline(row, tmp_path):
+    engine = training_engine(config(row, cfg=True, lora_rank=4, lora_alpha=8))
+    names = [name for part in engine.parts.values() for name, _ in part.named_modules()]
+    for target in engine.adapter.lora_target_modules:
+        assert any(f".{name}".endswith(f".{target}") for name in names), target
+    generator = torch.Generator().manual_seed(0)
+    for parameter in engine.parameters.values():
+        shard = parameter.data.to_local()
+        shard.copy_(torch.randn(shard.shape, generator=generator) * 0.3)
+    checkpoint_io.export(engine, str(tmp_path))
+
+    pipe = pipeline_class(row.name).from_pretrained(tiny_checkpoint(row.name))
+    pipe.set_progress_bar_config(disable=True)
+    before = draw(pipe, row, PROMPTS[0], 0, cfg=True)
+    pipe.load_lora_weights(str(tmp_path), weight_name="pytorch_lora_weights.safetensors")
+    after = draw(pipe, row, PROMPTS[0], 0, cfg=True)
+    (ours,) = generate(rollout(engine.model_config, engine.module), PROMPTS[:1], seeds=[0])
+    assert (after - before).abs().mean() > 1e-3
+    torch.testing.assert_close(ours.trajectory["final_latents"][None], after, atol=1e-5, rtol=1e-5)
