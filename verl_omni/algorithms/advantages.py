@@ -1,0 +1,142 @@
+"""Advantages from one outcome reward per image, compared within the images of one prompt."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl_omni.algorithms.registry import DiffusionAdvantageEstimator, register_diffusion_adv_est
+from verl_omni.utils.suggest import unknown
+
+GDPO_LEAST_STD = 1e-6
+
+
+@register_diffusion_adv_est(DiffusionAdvantageEstimator.FLOW_GRPO)
+@torch.no_grad()
+def compute_flow_grpo_outcome_advantage(
+    sample_level_rewards: torch.Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-4,
+    norm_adv_by_std_in_grpo: bool = True,
+    global_std: bool = True,
+    config: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(r - mean of the group) / (std + epsilon)``; 0 in a group of one.
+
+    Args:
+        sample_level_rewards: (B,), or (B, T), where each column is taken by itself.
+        index: (B,) the prompt that each image belongs to.
+        epsilon: keeps the divisor away from 0.
+        norm_adv_by_std_in_grpo: divide by the standard deviation; without it this is Dr.GRPO (arXiv 2503.20783).
+        global_std: the standard deviation is the whole batch's, not the group's.
+        config: the `algorithm` section; not used here.
+        kwargs: what other estimators need; not used here.
+
+    Returns:
+        advantages and returns, which are the same here, of the rewards' shape.
+    """
+    rewards = checked_rewards(sample_level_rewards, index)
+    advantages = torch.zeros_like(rewards)
+    batch_std = _std(rewards)
+    for rows in _groups(index):
+        group = rewards[rows]
+        advantages[rows] = group - group.mean(dim=0)
+        if norm_adv_by_std_in_grpo:
+            advantages[rows] /= (batch_std if global_std else _std(group)) + epsilon
+    return advantages, advantages
+
+
+@register_diffusion_adv_est(DiffusionAdvantageEstimator.GDPO)
+@torch.no_grad()
+def compute_gdpo_outcome_advantage(
+    index: np.ndarray,
+    sample_level_reward_components: Mapping[str, torch.Tensor] | torch.Tensor | None = None,
+    reward_weights: Mapping[str, float] | list[float] | None = None,
+    epsilon: float = 1e-4,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """GDPO: several rewards, each standardised within its group before they are added up.
+
+    ``Σ_k w_k·(r_k - μ_g)/max(σ_g, 1e-6)``, then standardised over the batch, so that no reward outweighs the others by
+    its scale alone.
+
+    Args:
+        index: (B,) the prompt that each image belongs to.
+        sample_level_reward_components: the rewards by name, each (B,), or as one tensor (B, K).
+        reward_weights: by name, or in the order of the columns; 1 each by default.
+        epsilon: keeps the last divisor away from 0.
+        kwargs: what other estimators need; not used here.
+    """
+    if sample_level_reward_components is None:
+        raise ValueError("adv_estimator=gdpo needs several rewards per image: the reward function returned only one")
+    total = 0.0
+    for component, weight in _weighted(sample_level_reward_components, reward_weights):
+        rewards = checked_rewards(component, index)
+        standardised = torch.zeros_like(rewards)
+        for rows in _groups(index):
+            group = rewards[rows]
+            standardised[rows] = (group - group.mean()) / _std(group).clamp_min(GDPO_LEAST_STD)
+        total = total + weight * standardised
+    advantages = (total - total.mean()) / (_std(total) + epsilon)
+    return advantages, advantages
+
+
+# How a direct-preference loss reads an advantage, as published with DiffusionNFT
+ADV_MODES = {
+    "continuous": lambda a: a,
+    "positive_only": lambda a: a.clamp_min(0),
+    "negative_only": lambda a: a.clamp_max(0),
+    "one_only": lambda a: (a > 0).to(a.dtype),
+    "binary": torch.sign,
+}
+
+
+def apply_adv_mode(advantages: torch.Tensor, mode: str) -> torch.Tensor:
+    """`algorithm.adv_mode`: the advantage itself, one side of it, or only its sign."""
+    if mode not in ADV_MODES:
+        raise ValueError(unknown("algorithm.adv_mode", mode, ADV_MODES))
+    return ADV_MODES[mode](advantages)
+
+
+def _groups(index: np.ndarray) -> Iterator[torch.Tensor]:
+    """Rows of each prompt."""
+    _, group = np.unique(np.asarray(index), return_inverse=True)
+    for number in range(group.max() + 1):
+        yield torch.from_numpy(np.flatnonzero(group == number))
+
+
+def _std(values: torch.Tensor) -> torch.Tensor:
+    """`torch.std` (ddof 1) over the first dimension; 0 for a single value, which has no spread to speak of."""
+    return values.std(dim=0) if len(values) > 1 else torch.zeros_like(values[0])
+
+
+def checked_rewards(rewards: torch.Tensor, index: np.ndarray) -> torch.Tensor:
+    """Rewards in float32. One that is not a number must never turn into a silent 0."""
+    rewards = torch.as_tensor(rewards).detach().float()
+    if len(rewards) != len(index):
+        raise ValueError(f"{len(rewards)} rewards for {len(index)} images")
+    bad = (~torch.isfinite(rewards)).flatten(1).any(dim=1) if rewards.ndim > 1 else ~torch.isfinite(rewards)
+    if bad.any():
+        row = int(bad.nonzero()[0])
+        raise ValueError(f'the reward of image {row} (prompt "{index[row]}") is {rewards[row].tolist()}, not a number')
+    return rewards
+
+
+def _weighted(
+    components: Mapping[str, torch.Tensor] | torch.Tensor, weights: Mapping[str, float] | list[float] | None
+) -> Iterator[tuple[torch.Tensor, float]]:
+    """Each reward with its weight."""
+    if not isinstance(components, Mapping):
+        components = dict(enumerate(torch.as_tensor(components).unbind(dim=1)))
+    if weights is None:
+        weights = dict.fromkeys(components, 1.0)
+    elif not isinstance(weights, Mapping):
+        weights = dict(enumerate(weights))
+    if set(weights) != set(components):
+        raise ValueError(
+            f"reward weights are given for {sorted(map(str, weights))}, rewards for {sorted(map(str, components))}"
+        )
+    for name, component in components.items():
+        yield component, weights[name]

@@ -1,0 +1,128 @@
+"""What a loss is: pure mathematics (`compute_loss`) and the names of the tensors that it is fed (`__call__`).
+
+A batch is flat: a row is one (sample, denoising step) pair or, in direct-preference training, one (sample, noise level)
+pair. Micro-batches may be of any size and mix steps. So that they all add up to the same update, every loss is a mean
+over rows of a value that depends on that row alone; it may average over a row's own elements, never across rows.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from verl_omni.utils.suggest import unknown
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+    from verl import DataProto
+
+    from verl_omni.workers.config import DiffusionActorConfig
+
+
+@dataclass
+class DiffusionLossResult:
+    """Output of a loss. Metrics are detached scalars: means over rows, but for names with ``max``, which are maxima."""
+
+    loss: torch.Tensor
+    metrics: dict[str, Any]
+    add_loss_metric: bool = False
+
+
+class DiffusionLossFn(ABC):
+    """A loss that the training engine calls on each micro-batch."""
+
+    #: What the model's forward has to give, and what the batch has to hold. The trainer computes what is named here.
+    required_model_output_keys: ClassVar[tuple[str, ...]] = ()
+    required_data_keys: ClassVar[tuple[str, ...]] = ()
+    #: Adjacent rows that belong together and must not be split between micro-batches: 2 for preference pairs.
+    rows_per_unit: ClassVar[int] = 1
+    #: This loss's settings: fields of `actor.diffusion_loss`, and under "extra" those that it alone has.
+    defaults: ClassVar[Mapping[str, Any]] = {}
+
+    @classmethod
+    @abstractmethod
+    def compute_loss(cls, **kwargs: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The loss, a mean over the given rows, and its metrics."""
+
+    @abstractmethod
+    def __call__(
+        self, *, config: "DiffusionActorConfig", model_output: Mapping[str, Any], data: "TensorDict"
+    ) -> DiffusionLossResult:
+        """Pick the tensors by name and compute the loss."""
+
+    @staticmethod
+    def prepare_actor_batch(batch: "DataProto", reward_tensor: torch.Tensor, config: Any) -> "DataProto":
+        """Turn rollouts and their rewards into this loss's tensors, on the driver. ``config`` is the trainer's.
+
+        Unchanged by default: the policy-gradient trainer has already added log-probabilities and advantages.
+        """
+        return batch
+
+    @classmethod
+    def data_keys(cls, config: "DiffusionActorConfig") -> tuple[str, ...]:
+        """What the batch has to hold under this config: ``required_data_keys`` and what a setting asks for beside."""
+        return cls.required_data_keys
+
+    def validate_inputs(self, *, loss_name: str, model_output: Mapping[str, Any], data: "TensorDict") -> None:
+        """Raise where an input is missing, and say which."""
+        for needed, given, kind in (
+            (self.required_model_output_keys, model_output, "model output"),
+            (self.required_data_keys, data, "data"),
+        ):
+            missing = [key for key in needed if key not in given.keys()]
+            if missing:
+                raise ValueError(
+                    f'loss "{loss_name}" needs {", ".join(missing)} in its {kind}, which holds: '
+                    f"{', '.join(sorted(given.keys())) or 'nothing'}"
+                )
+
+    @classmethod
+    def settings(cls, config: "DiffusionActorConfig") -> SimpleNamespace:
+        """This loss's settings: what the config sets, else the defaults."""
+        given = config.diffusion_loss
+        fields = {name: default for name, default in cls.defaults.items() if name != "extra"}
+        for name in fields:
+            value = getattr(given, name, None)
+            fields[name] = fields[name] if value is None else value
+        extra = merge_extra(cls.__name__, cls.defaults.get("extra", {}), getattr(given, "extra", None) or {})
+        return SimpleNamespace(**fields, **extra)
+
+
+def merge_extra(owner: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of one algorithm, where ``given`` overrides; one that it does not know is an error."""
+    for name in given:
+        if name not in known:
+            raise ValueError(unknown(f"diffusion_loss.extra setting of {owner}", name, known))
+    return {**known, **given}
+
+
+def row_mean(values: torch.Tensor) -> torch.Tensor:
+    """Mean over all but the first dimension: (B,)."""
+    return values.flatten(1).mean(dim=1)
+
+
+def per_row(value: torch.Tensor | float, rows: int) -> torch.Tensor:
+    """A number per row, (B,), from a scalar, (B,) or (B, 1, ..., 1)."""
+    value = torch.as_tensor(value)
+    return value.reshape(1).expand(rows) if value.numel() == 1 else value.reshape(rows)
+
+
+def column(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """(B,) as (B, 1, ..., 1), to be broadcast against ``like``."""
+    return value.reshape(-1, *[1] * (like.ndim - 1))
+
+
+def weighted_mean(rows: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """Mean over rows. Weights (detached; 0 for a rejected sample) scale a row and leave the divisor as it is."""
+    return rows.mean() if weights is None else (rows * weights.detach()).mean()
+
+
+def check_rows(**tensors: torch.Tensor | None) -> None:
+    """Raise where tensors that go row by row differ in shape, which broadcasting would hide."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
+    if len(set(shapes.values())) > 1:
+        listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"one value per (sample, step) pair is expected in each of: {listed}")

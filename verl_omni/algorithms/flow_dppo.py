@@ -1,0 +1,82 @@
+"""Flow-DPPO (arXiv 2606.11025): a divergence mask in place of clipping.
+
+The KL divergence between two Gaussian steps is known exactly from their means. A pair is left out only where that
+divergence has reached the threshold and the update would carry it still further away; corrections always count.
+
+`diffusion_loss.extra`:
+    kl_mask_threshold   τ, the divergence from which on a pair is held back (1e-5)
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl_omni.algorithms.base import DiffusionLossFn, DiffusionLossResult, check_rows, per_row, row_mean, weighted_mean
+from verl_omni.algorithms.flow_grpo import clamp_advantages, log_prob_metrics, ratio_metrics
+from verl_omni.algorithms.registry import Algorithm, register_algorithm, register_diffusion_loss
+
+if TYPE_CHECKING:
+    from verl_omni.workers.config import DiffusionActorConfig
+
+register_algorithm(
+    Algorithm(
+        name="flow_dppo",
+        loss="flow_dppo",
+        description="Flow-DPPO: an exact divergence mask in place of ratio clipping",
+    )
+)
+
+
+@register_diffusion_loss("flow_dppo")
+class FlowDPPOLoss(DiffusionLossFn):
+    """Policy gradient without clipping, masked where the step's exact KL divergence is too large and growing."""
+
+    required_model_output_keys = ("log_probs", "prev_sample_mean", "std_dev_t")
+    required_data_keys = ("old_log_probs", "advantages", "old_prev_sample_mean", "sqrt_dt")
+    defaults = {"adv_clip_max": 5.0, "extra": {"kl_mask_threshold": 1e-5}}
+
+    @classmethod
+    def compute_loss(
+        cls,
+        *,
+        old_log_prob: torch.Tensor,
+        log_prob: torch.Tensor,
+        advantages: torch.Tensor,
+        config: "DiffusionActorConfig",
+        old_prev_sample_mean: torch.Tensor,
+        prev_sample_mean: torch.Tensor,
+        std_dev_t: torch.Tensor,
+        sqrt_dt: torch.Tensor,
+        rollout_is_weights: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """``KL = mean(Δμ²/(2·s²·(-dt)))``; ``mean(where(keep, -Aρ, 0))``. Shapes as in GRPO-Guard's loss."""
+        check_rows(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, weights=rollout_is_weights)
+        settings, rows = cls.settings(config), len(log_prob)
+        advantages = clamp_advantages(advantages, settings)
+        ratio = torch.exp(log_prob - old_log_prob)
+        variance = (per_row(std_dev_t, rows) * per_row(sqrt_dt, rows)) ** 2
+        divergence = row_mean((prev_sample_mean.detach() - old_prev_sample_mean) ** 2) / (2 * variance)
+        outward = ((ratio > 1) & (advantages > 0)) | ((ratio < 1) & (advantages < 0))
+        masked = (divergence >= settings.kl_mask_threshold) & outward
+        loss = torch.where(masked, 0.0, -advantages * ratio)
+        metrics = {
+            "dppo_masked_frac": masked.float().mean(),
+            "dppo_kl": divergence.mean(),
+            **ratio_metrics(ratio),
+            **log_prob_metrics(old_log_prob, log_prob),
+        }
+        return weighted_mean(loss, rollout_is_weights), metrics
+
+    def __call__(self, *, config, model_output, data) -> DiffusionLossResult:
+        loss, metrics = self.compute_loss(
+            old_log_prob=data["old_log_probs"],
+            log_prob=model_output["log_probs"],
+            advantages=data["advantages"],
+            config=config,
+            old_prev_sample_mean=data["old_prev_sample_mean"],
+            prev_sample_mean=model_output["prev_sample_mean"],
+            std_dev_t=model_output["std_dev_t"],
+            sqrt_dt=data["sqrt_dt"],
+            rollout_is_weights=data.get("rollout_is_weights", None),
+        )
+        return DiffusionLossResult(loss=loss, metrics=metrics)

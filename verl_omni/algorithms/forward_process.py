@@ -1,0 +1,72 @@
+"""What the direct-preference losses share: they train on noised clean latents at single noise levels t = σ."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl_omni.algorithms.advantages import apply_adv_mode
+from verl_omni.algorithms.base import column, row_mean
+from verl_omni.algorithms.registry import estimate_advantages
+from verl_omni.utils.suggest import unknown
+
+if TYPE_CHECKING:
+    from verl import DataProto
+
+SIGMA_DISTRIBUTIONS = ("uniform", "logit_normal", "rollout")
+
+
+def noised(clean_latents: torch.Tensor, noise: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+    """``x_t = (1-t)·x0 + t·ε`` with t (B,)."""
+    t = column(sigma, clean_latents)
+    return (1 - t) * clean_latents + t * noise
+
+
+def matching_error(velocity: torch.Tensor, clean_latents: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """``mean((v - (ε - x0))²)`` of each row: (B,)."""
+    return row_mean((velocity - (noise - clean_latents)) ** 2)
+
+
+def velocity_distance(velocity: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """``mean((v - v_other)²)`` of each row, with a gradient to ``velocity`` only: (B,)."""
+    return row_mean((velocity - other.detach()) ** 2)
+
+
+def draw_sigmas(
+    samples: int,
+    count: int,
+    distribution: str,
+    generator: torch.Generator | None = None,
+    schedule: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``count`` noise levels in (0, 1] for each sample: (samples, count).
+
+    uniform and logit_normal draw them independently; rollout takes different ones of ``schedule``, the σ at which the
+    rollout's steps start.
+    """
+    if distribution not in SIGMA_DISTRIBUTIONS:
+        raise ValueError(unknown("timestep distribution", distribution, SIGMA_DISTRIBUTIONS))
+    if distribution == "uniform":
+        return 1 - torch.rand(samples, count, generator=generator)
+    if distribution == "logit_normal":
+        return torch.randn(samples, count, generator=generator).sigmoid()
+    if schedule is None or not 1 <= count <= len(schedule):
+        steps = 0 if schedule is None else len(schedule)
+        raise ValueError(f"{count} different noise levels of a rollout of {steps} steps: expected 1 to {steps}")
+    order = torch.rand(samples, len(schedule), generator=generator).argsort(dim=1)
+    return schedule.float().cpu()[order[:, :count]]
+
+
+def add_advantages(batch: "DataProto", reward_tensor: torch.Tensor, config: Any) -> "DataProto":
+    """Group advantages of final samples, as `algorithm.adv_estimator` and `algorithm.adv_mode` say."""
+    algo = config.algorithm
+    rewards = reward_tensor.reshape(len(reward_tensor))
+    advantages, _ = estimate_advantages(
+        algo.adv_estimator,
+        sample_level_rewards=rewards,
+        index=batch.non_tensor_batch["uid"],
+        norm_adv_by_std_in_grpo=algo.norm_adv_by_std_in_grpo,
+        global_std=algo.global_std,
+        config=algo,
+    )
+    batch.batch["advantages"] = apply_adv_mode(advantages, algo.adv_mode)
+    return batch
