@@ -50,6 +50,7 @@ class Architecture:
 TABLE = [
     Architecture("QwenImagePipeline", guided={"true_cfg_scale": 4.0}, plain={"true_cfg_scale": 1.0}),
     Architecture("StableDiffusion3Pipeline", guided={"guidance_scale": 5.0}, plain={"guidance_scale": 1.0}),
+    Architecture("FluxPipeline", guided={"true_cfg_scale": 3.0, "guidance_scale": 2.0}, plain={"guidance_scale": 3.0}),
 ]
 
 
@@ -73,22 +74,28 @@ def upstream(name: str):
     return pipe
 
 
-def draw(pipe, row: Architecture, prompt: str, seed: int, cfg: bool, size=SIZES[0], output_type="latent"):
-    """What diffusers draws: latents, or pixels as (1, 3, H, W) or (1, F, 3, H, W)."""
-    negative = {"negative_prompt": NEGATIVE} if cfg else {}
-    out = pipe(
+def draw(pipe, row: Architecture, prompt: str, seed: int, cfg: bool, size=SIZES[0]) -> list[torch.Tensor]:
+    """What diffusers draws: latents as they are stepped, and pixels as (1, 3, H, W) or (1, F, 3, H, W)."""
+    latents = []
+
+    def after_step(pipe, step, timestep, tensors):
+        latents[:] = [tensors["latents"]]
+        return tensors
+
+    pixels = pipe(
         prompt=prompt,
         height=size[0],
         width=size[1],
         num_inference_steps=STEPS,
         max_sequence_length=SEQUENCE,
         generator=torch.Generator().manual_seed(seed),
-        output_type=output_type,
+        output_type="pt",
+        callback_on_step_end=after_step,
         **row.knobs(cfg),
         **row.call,
-        **negative,
-    )
-    return out[0]
+        **({"negative_prompt": NEGATIVE} if cfg else {}),
+    )[0]
+    return [*latents, pixels]
 
 
 def config(row: Architecture, cfg: bool, size=SIZES[0], noise=0.0, sde_type="sde", **model) -> DiffusionModelConfig:
@@ -156,10 +163,9 @@ def test_without_noise_it_is_diffusers(row, cfg, size):
         latents = output.trajectory["final_latents"][None]
         with torch.no_grad():
             pixels = engine.adapter.decode_latents(engine.pipe, latents, model_config)
-        pipe = upstream(row.name)
-        torch.testing.assert_close(latents, draw(pipe, row, prompt, seed, cfg, size), atol=1e-5, rtol=1e-5)
-        expected = draw(pipe, row, prompt, seed, cfg, size, output_type="pt")
-        torch.testing.assert_close(pixels, expected, atol=1e-5, rtol=0)
+        expected_latents, expected_pixels = draw(upstream(row.name), row, prompt, seed, cfg, size)
+        torch.testing.assert_close(latents, expected_latents, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(pixels, expected_pixels, atol=1e-5, rtol=0)
         assert output.image.shape == pixels.shape[1:] and output.image.dtype == torch.uint8
 
 
@@ -200,9 +206,9 @@ def test_lora_loads_into_the_stock_pipeline(row, tmp_path):
 
     pipe = pipeline_class(row.name).from_pretrained(tiny_checkpoint(row.name))
     pipe.set_progress_bar_config(disable=True)
-    before = draw(pipe, row, PROMPTS[0], 0, cfg=True)
+    before, _ = draw(pipe, row, PROMPTS[0], 0, cfg=True)
     pipe.load_lora_weights(str(tmp_path), weight_name="pytorch_lora_weights.safetensors")
-    after = draw(pipe, row, PROMPTS[0], 0, cfg=True)
+    after, _ = draw(pipe, row, PROMPTS[0], 0, cfg=True)
     (ours,) = generate(rollout(engine.model_config, engine.module), PROMPTS[:1], seeds=[0])
     assert (after - before).abs().mean() > 1e-3
     torch.testing.assert_close(ours.trajectory["final_latents"][None], after, atol=1e-5, rtol=1e-5)

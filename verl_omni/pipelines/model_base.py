@@ -20,6 +20,7 @@ Conditions = dict[str, torch.Tensor]
 
 # Built-in adapters, imported when their architecture is first asked for.
 _BUILTIN: dict[str, str] = {
+    "FluxPipeline": "verl_omni.pipelines.flux_flow_grpo",
     "QwenImagePipeline": "verl_omni.pipelines.qwen_image_flow_grpo",
     "StableDiffusion3Pipeline": "verl_omni.pipelines.sd3_flow_grpo",
 }
@@ -88,6 +89,12 @@ class DiffusionModelBase(ABC):
     def vae_scale_factor(cls, model_config: DiffusionModelConfig) -> int:
         """Pixels a latent pixel, in each direction."""
         return 2 ** (len(read_component_config(model_config.path, "vae")["block_out_channels"]) - 1)
+
+    @classmethod
+    def grid(cls, model_config: DiffusionModelConfig) -> tuple[int, int]:
+        """Height and width in latent tokens."""
+        step = cls.size_multiple * cls.vae_scale_factor(model_config)
+        return model_config.pipeline.height // step, model_config.pipeline.width // step
 
     # ---- training and rollout -------------------------------------------------------------------------------------
 

@@ -243,6 +243,35 @@ def stable_diffusion_3() -> "DiffusionPipeline":
     )
 
 
+@register_builder("FluxPipeline")
+def flux() -> "DiffusionPipeline":
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+    from transformers import CLIPTextModel
+
+    clip, t5 = clip_tokenizer(), t5_tokenizer()
+    transformer = FluxTransformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=16,
+        guidance_embeds=True,
+        axes_dims_rope=(4, 6, 6),
+    )
+    strengthen(transformer, 1.5)
+    return FluxPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        vae=image_vae(scaling_factor=0.4, shift_factor=0.1),
+        text_encoder=clip_text_encoder(clip, CLIPTextModel),
+        tokenizer=clip,
+        text_encoder_2=t5_encoder(t5),
+        tokenizer_2=t5,
+        transformer=transformer,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write a tiny checkpoint with random weights in diffusers' format.")
     parser.add_argument("pipeline_class", metavar="PIPELINE", help=f"one of: {', '.join(sorted(BUILDERS))}")

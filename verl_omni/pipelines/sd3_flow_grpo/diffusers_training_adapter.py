@@ -27,9 +27,8 @@ class StableDiffusion3(DiffusionModelBase):
     def set_timesteps(cls, scheduler, model_config: DiffusionModelConfig, device: torch.device | str) -> None:
         shift = {}
         if scheduler.config.use_dynamic_shifting:
-            step = cls.size_multiple * cls.vae_scale_factor(model_config)
-            size = model_config.pipeline
-            shift["mu"] = flow_shift((size.height // step) * (size.width // step), scheduler.config)
+            rows, columns = cls.grid(model_config)
+            shift["mu"] = flow_shift(rows * columns, scheduler.config)
         scheduler.set_timesteps(model_config.pipeline.num_inference_steps, device=device, **shift)
 
     @classmethod
