@@ -23,6 +23,7 @@ _BUILTIN: dict[str, str] = {
     "FluxPipeline": "verl_omni.pipelines.flux_flow_grpo",
     "QwenImagePipeline": "verl_omni.pipelines.qwen_image_flow_grpo",
     "StableDiffusion3Pipeline": "verl_omni.pipelines.sd3_flow_grpo",
+    "ZImagePipeline": "verl_omni.pipelines.z_image_flow_grpo",
 }
 
 
@@ -109,6 +110,11 @@ class DiffusionModelBase(ABC):
     def set_timesteps(cls, scheduler, model_config: DiffusionModelConfig, device: torch.device | str) -> None:
         """Timesteps exactly as the upstream pipeline sets them."""
         scheduler.set_timesteps(model_config.pipeline.num_inference_steps, device=device)
+
+    @classmethod
+    def num_steps(cls, model_config: DiffusionModelConfig) -> int:
+        """How many steps `set_timesteps` makes of `num_inference_steps`; SDE windows count these."""
+        return model_config.pipeline.num_inference_steps
 
     @classmethod
     @abstractmethod

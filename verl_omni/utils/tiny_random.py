@@ -9,36 +9,28 @@ A new architecture is one function: a builder, registered under the pipeline's c
 """
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from verl_omni.utils.suggest import unknown
-from verl_omni.utils.tiny_text import clip_text_encoder, clip_tokenizer, t5_encoder, t5_tokenizer
+from verl_omni.utils.tiny_text import (
+    clip_text_encoder,
+    clip_tokenizer,
+    qwen3_text_encoder,
+    qwen3_tokenizer,
+    qwen_text_encoder,
+    qwen_tokenizer,
+    t5_encoder,
+    t5_tokenizer,
+)
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, DiffusionPipeline
-    from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration
 
 BUILDERS: dict[str, Callable[[], "DiffusionPipeline"]] = {}
-
-QWEN_SPECIAL_TOKENS = [
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-]
-
-# ChatML with the system message that Qwen2.5-VL's tokenizer puts in where a conversation has none.
-CHATML_TEMPLATE = (
-    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 # What QwenImagePipeline writes before the prompt. It cuts off the first 34 tokens, so a tokenizer must make exactly
 # 34 of these words.
@@ -75,70 +67,6 @@ def strengthen(module: torch.nn.Module, gain: float) -> None:
     for layer in module.modules():
         if isinstance(layer, torch.nn.Linear | torch.nn.Conv2d | torch.nn.Conv3d):
             layer.weight.mul_(gain)
-
-
-def qwen_tokenizer(known_texts: Iterable[str]) -> "PreTrainedTokenizerBase":
-    """A Qwen2 tokenizer to which every word of ``known_texts`` is one token; all else is spelled in bytes or pieces.
-
-    Training byte-pair encoding on nothing but these texts, until there is no pair left to merge, gives just that.
-    """
-    from tokenizers.pre_tokenizers import ByteLevel
-    from transformers import Qwen2Tokenizer
-
-    tokenizer = Qwen2Tokenizer().train_new_from_iterator(
-        known_texts,
-        vocab_size=100_000,
-        new_special_tokens=QWEN_SPECIAL_TOKENS,
-        initial_alphabet=sorted(ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.chat_template = CHATML_TEMPLATE
-    return tokenizer
-
-
-def qwen_text_encoder(
-    tokenizer: "PreTrainedTokenizerBase", hidden_size: int = 32
-) -> "Qwen2_5_VLForConditionalGeneration":
-    """A two-layer Qwen2.5-VL with four heads, random weights, and the vocabulary of ``tokenizer``."""
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    half_head = hidden_size // 8
-    text_config = dict(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 1e6,
-            "mrope_section": [half_head // 4, half_head // 4, half_head - 2 * (half_head // 4)],
-        },
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        # Wide enough that attention tells tokens apart: with the usual 0.02 a token's neighbours hardly matter.
-        initializer_range=0.2,
-    )
-    vision_config = dict(
-        depth=1,
-        hidden_size=16,
-        intermediate_size=32,
-        num_heads=2,
-        out_hidden_size=hidden_size,
-        fullatt_block_indexes=[0],
-    )
-    token_id = tokenizer.convert_tokens_to_ids
-    config = Qwen2_5_VLConfig(
-        text_config=text_config,
-        vision_config=vision_config,
-        image_token_id=token_id("<|image_pad|>"),
-        video_token_id=token_id("<|video_pad|>"),
-        vision_start_token_id=token_id("<|vision_start|>"),
-        vision_end_token_id=token_id("<|vision_end|>"),
-    )
-    return Qwen2_5_VLForConditionalGeneration(config).eval()
 
 
 def image_vae(**config) -> "AutoencoderKL":
@@ -268,6 +196,35 @@ def flux() -> "DiffusionPipeline":
         tokenizer=clip,
         text_encoder_2=t5_encoder(t5),
         tokenizer_2=t5,
+        transformer=transformer,
+    )
+
+
+@register_builder("ZImagePipeline")
+def z_image() -> "DiffusionPipeline":
+    from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
+    from transformers import Qwen3Model
+
+    tokenizer = qwen3_tokenizer()
+    transformer = ZImageTransformer2DModel(
+        in_channels=4,
+        dim=32,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=32,
+        axes_dims=[4, 6, 6],
+        axes_lens=[1024, 64, 64],
+    )
+    strengthen(transformer, 2.0)
+    for token in (transformer.x_pad_token, transformer.cap_pad_token):  # diffusers leaves them uninitialised
+        torch.nn.init.normal_(token, std=0.5)
+    return ZImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=image_vae(scaling_factor=0.4, shift_factor=0.1),
+        text_encoder=qwen3_text_encoder(tokenizer, Qwen3Model),
+        tokenizer=tokenizer,
         transformer=transformer,
     )
 

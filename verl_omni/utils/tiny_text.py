@@ -1,9 +1,40 @@
-"""Tokenizers and text encoders with random weights, for tiny checkpoints. Text is spelled letter by letter."""
+"""Tokenizers, and text encoders with random weights, for tiny checkpoints."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import CLIPTextModel, CLIPTokenizer, PreTrainedModel, T5Tokenizer
+    from transformers import (
+        CLIPTextModel,
+        CLIPTokenizer,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        Qwen2_5_VLForConditionalGeneration,
+        T5Tokenizer,
+    )
+
+QWEN_SPECIAL_TOKENS = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+]
+
+# ChatML with the system message that Qwen2.5-VL's tokenizer puts in where a conversation has none.
+CHATML_TEMPLATE = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+# Qwen3's: no system message of its own, and an empty thought where thinking is off.
+QWEN3_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
 
 
 def clip_tokenizer() -> "CLIPTokenizer":
@@ -62,3 +93,96 @@ def t5_encoder(tokenizer: "T5Tokenizer", name: str = "T5", hidden_size: int = 32
         eos_token_id=tokenizer.eos_token_id,
     )
     return getattr(transformers, f"{name}EncoderModel")(config).eval()
+
+
+def qwen_tokenizer(known_texts: Iterable[str]) -> "PreTrainedTokenizerBase":
+    """A Qwen2 tokenizer to which every word of ``known_texts`` is one token; all else is spelled in bytes or pieces.
+
+    Training byte-pair encoding on nothing but these texts, until there is no pair left to merge, gives just that.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import Qwen2Tokenizer
+
+    tokenizer = Qwen2Tokenizer().train_new_from_iterator(
+        known_texts,
+        vocab_size=100_000,
+        new_special_tokens=QWEN_SPECIAL_TOKENS,
+        initial_alphabet=sorted(ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.chat_template = CHATML_TEMPLATE
+    return tokenizer
+
+
+def qwen_text_encoder(
+    tokenizer: "PreTrainedTokenizerBase", hidden_size: int = 32
+) -> "Qwen2_5_VLForConditionalGeneration":
+    """A two-layer Qwen2.5-VL with four heads, random weights, and the vocabulary of ``tokenizer``."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    half_head = hidden_size // 8
+    text_config = dict(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "mrope_section": [half_head // 4, half_head // 4, half_head - 2 * (half_head // 4)],
+        },
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        # Wide enough that attention tells tokens apart: with the usual 0.02 a token's neighbours hardly matter.
+        initializer_range=0.2,
+    )
+    vision_config = dict(
+        depth=1,
+        hidden_size=16,
+        intermediate_size=32,
+        num_heads=2,
+        out_hidden_size=hidden_size,
+        fullatt_block_indexes=[0],
+    )
+    token_id = tokenizer.convert_tokens_to_ids
+    config = Qwen2_5_VLConfig(
+        text_config=text_config,
+        vision_config=vision_config,
+        image_token_id=token_id("<|image_pad|>"),
+        video_token_id=token_id("<|video_pad|>"),
+        vision_start_token_id=token_id("<|vision_start|>"),
+        vision_end_token_id=token_id("<|vision_end|>"),
+    )
+    return Qwen2_5_VLForConditionalGeneration(config).eval()
+
+
+def qwen3_tokenizer() -> "PreTrainedTokenizerBase":
+    """The same with Qwen3's chat template, which shows in its text whether thinking is enabled."""
+    tokenizer = qwen_tokenizer(["user assistant think\n"])
+    tokenizer.chat_template = QWEN3_TEMPLATE
+    return tokenizer
+
+
+def qwen3_text_encoder(
+    tokenizer: "PreTrainedTokenizerBase", cls: type["PreTrainedModel"], hidden_size: int = 32, layers: int = 3
+) -> "PreTrainedModel":
+    """A Qwen3 of class ``cls``, with or without its language head."""
+    from transformers import Qwen3Config
+
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden_size // 4,
+        max_position_embeddings=2048,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        initializer_range=0.2,
+    )
+    return cls(config).eval()
