@@ -23,6 +23,7 @@ _BUILTIN: dict[str, str] = {
     "FluxPipeline": "verl_omni.pipelines.flux_flow_grpo",
     "QwenImagePipeline": "verl_omni.pipelines.qwen_image_flow_grpo",
     "StableDiffusion3Pipeline": "verl_omni.pipelines.sd3_flow_grpo",
+    "WanPipeline": "verl_omni.pipelines.wan_flow_grpo",
     "ZImagePipeline": "verl_omni.pipelines.z_image_flow_grpo",
 }
 
@@ -70,7 +71,7 @@ class DiffusionModelBase(ABC):
     # Submodules of the pipeline that are trained (Wan2.2 has two).
     trained_components: ClassVar[tuple[str, ...]] = ("transformer",)
 
-    # ---- registry -------------------------------------------------------------------------------------------------
+    # ---- registry ------------------------------------------------------------------------------------
 
     @classmethod
     def register(cls, architecture: str, algorithm: str = "flow_grpo"):
@@ -97,7 +98,7 @@ class DiffusionModelBase(ABC):
         step = cls.size_multiple * cls.vae_scale_factor(model_config)
         return model_config.pipeline.height // step, model_config.pipeline.width // step
 
-    # ---- training and rollout -------------------------------------------------------------------------------------
+    # ---- training and rollout ------------------------------------------------------------------------
 
     @classmethod
     def build_scheduler(cls, model_config: DiffusionModelConfig):
@@ -189,7 +190,7 @@ class DiffusionModelBase(ABC):
         )
         return log_prob, mean, std_dev_t
 
-    # ---- the trained module ---------------------------------------------------------------------------------------
+    # ---- the trained module --------------------------------------------------------------------------
 
     @classmethod
     def load_module(cls, model_config: DiffusionModelConfig, dtype: torch.dtype) -> torch.nn.Module:
@@ -201,13 +202,15 @@ class DiffusionModelBase(ABC):
         """The diffusers models inside `module`, under their names in the pipeline."""
         return {cls.trained_components[0]: module}
 
-    # ---- prompts and images: what the embedded rollout needs beside the transformer ----------------------------------
+    # ---- prompts and images: what the embedded rollout needs beside the transformer ------------------
 
     @classmethod
     def load_pipeline(cls, model_config: DiffusionModelConfig, device: torch.device | str, dtype: torch.dtype):
         """The upstream pipeline without what is trained: tokenizers, text encoders, VAE and their helpers."""
         without = dict.fromkeys(cls.trained_components)
-        pipe = pipeline_class(model_config.architecture).from_pretrained(model_config.path, torch_dtype=dtype, **without)
+        pipe = pipeline_class(model_config.architecture).from_pretrained(
+            model_config.path, torch_dtype=dtype, **without
+        )
         pipe.set_progress_bar_config(disable=True)
         return pipe.to(device)
 

@@ -27,6 +27,13 @@ def read_component_config(path: str, component: str) -> dict[str, Any]:
         return json.load(f)
 
 
+@functools.lru_cache(maxsize=64)
+def read_index(path: str) -> dict[str, Any]:
+    """model_index.json of a diffusers folder."""
+    with open(os.path.join(os.path.expanduser(path), "model_index.json")) as f:
+        return json.load(f)
+
+
 def load_component(model_config: Any, name: str, dtype: torch.dtype) -> torch.nn.Module:
     """One model of a diffusers folder, by the class that its config names."""
     import diffusers
@@ -41,8 +48,7 @@ def load_tokenizers(path: str) -> dict[str, Any]:
     import transformers
 
     path = os.path.expanduser(path)
-    with open(os.path.join(path, "model_index.json")) as f:
-        index = json.load(f)
+    index = read_index(path)
     names = [k for k in index if k.startswith(("tokenizer", "processor")) and index[k][0] is not None]
     return {n: getattr(transformers, index[n][1]).from_pretrained(os.path.join(path, n)) for n in names}
 

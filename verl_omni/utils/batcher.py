@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 
-@dataclass
+@dataclass(eq=False)
 class _Call:
     item: Any
     key: Hashable
@@ -38,7 +38,15 @@ class Batcher:
         self._arrived.set()
         if self._pump is None or self._pump.done():
             self._pump = loop.create_task(self._run())
+            self._pump.add_done_callback(self._fail_waiting)
         return await call.done
+
+    def _fail_waiting(self, pump: asyncio.Task) -> None:
+        """If the loop itself breaks, nobody may wait for it for ever."""
+        if not pump.cancelled() and pump.exception() is not None:
+            for call in self._waiting:
+                call.done.set_exception(pump.exception())
+            self._waiting = []
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()

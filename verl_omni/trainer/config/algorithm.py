@@ -1,7 +1,7 @@
 """Knobs of the algorithm: where samples come from, how rewards become advantages, how old policies follow."""
 
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 from verl_omni.utils.knob import knob
 
@@ -10,25 +10,31 @@ from verl_omni.utils.knob import knob
 class RolloutCorrectionConfig:
     """Correction of a mismatch between the rollout's policy and the one that is trained."""
 
-    rollout_is: Optional[str] = knob(None, "importance weights for each `step` or `sequence`; null: none")
+    rollout_is: str | None = knob(None, "importance weights for each `step` or `sequence`; null: none")
     rollout_is_threshold: float = knob(2.0, "weights are capped at this")
     rollout_is_batch_normalize: bool = knob(False, "divide weights by their mean")
-    rollout_rs: Optional[str] = knob(None, "rejection: step_k1, seq_sum_k2, seq_mean_k3, seq_max_k2, ...; null: none")
-    rollout_rs_threshold: Optional[Any] = knob(None, "bounds of what is kept: an upper bound, or [lower, upper]")
+    rollout_rs: str | None = knob(None, "rejection: step_k1, seq_sum_k2, seq_mean_k3, seq_max_k2, ...; null: none")
+    rollout_rs_threshold: Any | None = knob(None, "bounds of what is kept: an upper bound, or [lower, upper]")
     bypass_mode: bool = knob(False, "take the rollout's own log-probabilities as the old ones; recompute nothing")
 
 
 @dataclass
 class DiffusionAlgoConfig:
-    trainer_type: Optional[str] = knob("policy_gradient", "policy_gradient or direct_preference; null: the algorithm's")
+    trainer_type: str | None = knob("policy_gradient", "policy_gradient or direct_preference; null: the algorithm's")
     sample_source: str = knob("online", "online (rollout and rewards) or offline (samples from the data set)")
     adv_estimator: str = knob("flow_grpo", "name of a registered advantage estimator or algorithm")
-    norm_adv_by_std_in_grpo: bool = knob(True, "divide advantages by the standard deviation; false is Dr.GRPO")
-    global_std: bool = knob(True, "that of the whole batch, not of the group")
-    old_policy_decay_schedule: str = knob("copy", "how the old policy follows: copy, constant, linear or a preset")
-    old_policy_decay: Optional[float] = knob(None, "decay of the old policy: old <- d * old + (1 - d) * new")
+    norm_adv_by_std_in_grpo: bool | None = knob(True, "divide advantages by the standard deviation; false is Dr.GRPO")
+    global_std: bool | None = knob(True, "that of the whole batch, not of the group")
+    old_policy_decay_schedule: str = knob(
+        "copy", "how the old policy follows: copy, linear_to_0_3, linear_to_0_5, delayed_linear_to_0_999"
+    )
+    old_policy_decay: float | None = knob(None, "decay of the old policy: old <- d * old + (1 - d) * new")
     old_policy_update_interval: int = knob(1, "training steps between two updates of the old policy")
-    timestep_fraction: float = knob(1.0, "share of a trajectory's stochastic steps that is trained, drawn at random")
-    adv_mode: str = knob("continuous", "how DiffusionNFT turns advantages into weights: continuous or binary")
+    timestep_fraction: float | None = knob(
+        1.0, "share of a trajectory's stochastic steps that is trained, drawn at random"
+    )
+    adv_mode: str = knob(
+        "continuous", "advantages as they are (continuous), positive_only, negative_only, one_only or binary"
+    )
     paired_preference: bool = knob(False, "the data set holds chosen/rejected pairs")
     rollout_correction: RolloutCorrectionConfig = knob(RolloutCorrectionConfig, "")

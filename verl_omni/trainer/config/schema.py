@@ -1,7 +1,7 @@
 """The whole configuration as one tree of dataclasses. The YAML files beside this one only choose among them."""
 
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 from verl_omni.trainer.config.algorithm import DiffusionAlgoConfig
 from verl_omni.utils.knob import knob
@@ -18,7 +18,7 @@ class DataConfig:
     train_files: Any = knob(None, "parquet or JSONL file(s) of training prompts")
     val_files: Any = knob(None, "file(s) of validation prompts; null: no validation")
     train_batch_size: int = knob(8, "prompts a training step")
-    val_batch_size: Optional[int] = knob(None, "prompts at once in validation; null: all")
+    val_batch_size: int | None = knob(None, "prompts at once in validation; null: all")
     val_max_samples: int = knob(-1, "validate on the first so many prompts; -1: all")
     shuffle: bool = knob(True, "shuffle the training prompts every epoch")
     seed: int = knob(0, "seed of the shuffling")
@@ -42,15 +42,17 @@ class ActorRolloutRefConfig:
 
 @dataclass
 class RewardFunctionConfig:
-    path: Optional[str] = knob(None, "your Python file; null: the reward of the row's data_source")
-    name: str = knob("compute_score", "the function in it, sync or async, for one image or (argument `images`) for many")
+    path: str | None = knob(None, "your Python file; null: the reward of the row's data_source")
+    name: str = knob(
+        "compute_score", "the function in it, sync or async, for one image or (argument `images`) for many"
+    )
     reward_kwargs: dict[str, Any] = knob({}, "further arguments of the function")
 
 
 @dataclass
 class ModuleConfig:
-    path: Optional[str] = knob(None, "Python file of your own reward manager")
-    name: Optional[str] = knob(None, "its class")
+    path: str | None = knob(None, "Python file of your own reward manager")
+    name: str | None = knob(None, "its class")
 
 
 @dataclass
@@ -66,7 +68,7 @@ class RewardModelConfig:
     enable_resource_pool: bool = knob(False, "on devices of its own")
     n_gpus_per_node: int = knob(0, "devices of that pool on each node")
     nnodes: int = knob(0, "nodes of that pool")
-    model_path: Optional[str] = knob(None, "the reward model's folder")
+    model_path: str | None = knob(None, "the reward model's folder")
 
 
 @dataclass
@@ -87,26 +89,26 @@ class TrainerConfig:
     )
     logger: list[str] = knob(["console", "jsonl"], "any of console, jsonl, tensorboard, wandb, ...")
     total_epochs: int = knob(1, "passes over the training prompts")
-    total_training_steps: Optional[int] = knob(None, "training steps; null: total_epochs")
+    total_training_steps: int | None = knob(None, "training steps; null: total_epochs")
     val_before_train: bool = knob(True, "validate before the first step")
     val_only: bool = knob(False, "validate and stop")
     test_freq: int = knob(-1, "steps between validations; -1: only at the end")
     save_freq: int = knob(-1, "steps between checkpoints; -1: only at the end; 0: never")
-    max_ckpt_to_keep: Optional[int] = knob(None, "older checkpoints are deleted; null: keep all")
+    max_ckpt_to_keep: int | None = knob(None, "older checkpoints are deleted; null: keep all")
     resume_mode: str = knob("auto", "auto (from the last whole checkpoint in the folder), disable, or resume_path")
-    resume_from_path: Optional[str] = knob(None, "checkpoint folder for resume_mode=resume_path")
+    resume_from_path: str | None = knob(None, "checkpoint folder for resume_mode=resume_path")
     log_val_images: int = knob(64, "validation images written to disk each time; -1: all")
     nnodes: int = knob(1, "machines")
     n_gpus_per_node: int = knob(1, "devices on each (on a CPU: worker processes)")
-    device: Optional[str] = knob(None, "cpu or cuda; null: a GPU if there is one")
+    device: str | None = knob(None, "cpu or cuda; null: a GPU if there is one")
     seed: int = knob(0, "seed of what the trainer draws")
 
 
 @dataclass
 class RayConfig:
-    num_cpus: Optional[int] = knob(None, "CPUs that Ray may count on; null: all")
-    address: Optional[str] = knob(None, "a running Ray cluster; null: start one here")
-    timeline_json_file: Optional[str] = knob(None, "write Ray's timeline here")
+    num_cpus: int | None = knob(None, "CPUs that Ray may count on; null: all")
+    address: str | None = knob(None, "a running Ray cluster; null: start one here")
+    timeline_json_file: str | None = knob(None, "write Ray's timeline here")
 
 
 @dataclass
@@ -117,7 +119,7 @@ class DiffusionTrainerConfig:
     reward: RewardConfig = knob(RewardConfig, "")
     trainer: TrainerConfig = knob(TrainerConfig, "")
     ray: RayConfig = knob(RayConfig, "")
-    recipe: Optional[str] = knob(None, "free text: what this run is")
+    recipe: str | None = knob(None, "free text: what this run is")
 
 
 def register() -> None:

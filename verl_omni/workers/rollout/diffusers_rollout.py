@@ -57,7 +57,9 @@ class DiffusersRollout:
     ) -> ImageOutput:
         """One image for one tokenized prompt. Concurrent calls share forwards, up to `max_num_seqs`."""
         request = _Request(list(prompt_ids), negative_prompt_ids, image_data, dict(sampling_params))
-        key = tuple(repr(sampling_params.get(k)) for k in (*PIPELINE_KEYS, "noise_level", "sde_type", "keep_trajectory"))
+        key = tuple(
+            repr(sampling_params.get(k)) for k in (*PIPELINE_KEYS, "noise_level", "sde_type", "keep_trajectory")
+        )
         window = sampling_params.get("sde_window")
         key += (None if window is None else window[1] - window[0],)
         return await self.batcher.submit(request, key, sampling_params.get("position"))

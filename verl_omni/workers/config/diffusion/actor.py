@@ -1,7 +1,7 @@
 """Knobs of the update: loss, optimizer, sharding and checkpoints of the trained transformer."""
 
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 from verl_omni.utils.knob import knob
 
@@ -10,11 +10,11 @@ from verl_omni.utils.knob import knob
 class DiffusionLossConfig:
     """What is left null is the algorithm's own choice."""
 
-    loss_mode: Optional[str] = knob("flow_grpo", "name of a registered loss or algorithm")
-    clip_ratio: Optional[float] = knob(None, "PPO clip range epsilon: the ratio is kept within 1 -/+ epsilon")
-    clip_ratio_low: Optional[float] = knob(None, "lower clip range; null: clip_ratio")
-    clip_ratio_high: Optional[float] = knob(None, "upper clip range; null: clip_ratio")
-    adv_clip_max: Optional[float] = knob(None, "advantages are clamped to -/+ this")
+    loss_mode: str | None = knob("flow_grpo", "name of a registered loss or algorithm")
+    clip_ratio: float | None = knob(None, "PPO clip range epsilon: the ratio is kept within 1 -/+ epsilon")
+    clip_ratio_low: float | None = knob(None, "lower clip range; null: clip_ratio")
+    clip_ratio_high: float | None = knob(None, "upper clip range; null: clip_ratio")
+    adv_clip_max: float | None = knob(None, "advantages are clamped to -/+ this")
     extra: dict[str, Any] = knob({}, "knobs of one algorithm only; its file says which")
 
 
@@ -28,7 +28,7 @@ class OptimizerConfig:
     clip_grad: float = knob(1.0, "largest gradient norm; 0 turns clipping off")
     lr_scheduler_type: str = knob("constant", "constant, linear or cosine")
     lr_warmup_steps: int = knob(0, "optimizer steps of linear warm-up")
-    total_training_steps: Optional[int] = knob(None, "optimizer steps of the schedule; the trainer fills it in")
+    total_training_steps: int | None = knob(None, "optimizer steps of the schedule; the trainer fills it in")
 
 
 @dataclass
@@ -38,8 +38,8 @@ class FSDPConfig:
     strategy: str = knob("fsdp2", "sharding strategy")
     fsdp_size: int = knob(-1, "ranks in one shard group; -1: all")
     reshard_after_forward: bool = knob(True, "free gathered weights after each block")
-    dtype: Optional[str] = knob(None, "dtype of forward and backward; null: bfloat16 on a GPU, float32 on a CPU")
-    model_dtype: Optional[str] = knob(
+    dtype: str | None = knob(None, "dtype of forward and backward; null: bfloat16 on a GPU, float32 on a CPU")
+    model_dtype: str | None = knob(
         None, "dtype that weights are held in; null: float32, but `dtype` for the frozen weights under LoRA"
     )
     param_offload: bool = knob(False, "keep weights in CPU memory between stages")
@@ -71,5 +71,5 @@ class DiffusionActorConfig:
 
 @dataclass
 class DiffusionRefConfig:
-    log_prob_micro_batch_size_per_gpu: Optional[int] = knob(None, "pairs in one no-grad forward; null: the actor's")
+    log_prob_micro_batch_size_per_gpu: int | None = knob(None, "pairs in one no-grad forward; null: the actor's")
     param_offload: bool = knob(False, "full fine-tuning: keep the reference copy in CPU memory when it is not used")

@@ -3,7 +3,7 @@
 import json
 import os
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 from verl_omni.utils.knob import knob
 from verl_omni.workers.config.diffusion.rollout import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig
@@ -11,18 +11,18 @@ from verl_omni.workers.config.diffusion.rollout import DiffusionPipelineConfig, 
 
 @dataclass
 class DiffusionModelConfig:
-    path: Optional[str] = knob(None, "diffusers folder of the model (the one with model_index.json)")
+    path: str | None = knob(None, "diffusers folder of the model (the one with model_index.json)")
     algorithm: str = knob("flow_grpo", "the one flag that selects loss, advantage, sampling and adapter")
-    architecture: Optional[str] = knob(None, "pipeline class; null: read from model_index.json")
-    external_lib: Optional[Any] = knob(None, "module(s) to import everywhere: registers your algorithm, model, reward")
-    tokenizer_path: Optional[str] = knob(None, "tokenizer folder; null: the model's own")
+    architecture: str | None = knob(None, "pipeline class; null: read from model_index.json")
+    external_lib: Any | None = knob(None, "module(s) to import everywhere: registers your algorithm, model, reward")
+    tokenizer_path: str | None = knob(None, "tokenizer folder; null: the model's own")
     transformer_subfolder: str = knob("transformer", "subfolder of the trained transformer")
-    config_path: Optional[str] = knob(None, "folder of the transformer's config; null: beside its weights")
+    config_path: str | None = knob(None, "folder of the transformer's config; null: beside its weights")
     lora_rank: int = knob(0, "LoRA rank; 0 trains all weights of the transformer")
     lora_alpha: int = knob(64, "LoRA alpha")
-    target_modules: Optional[Any] = knob(None, "LoRA target modules; null: the architecture's default")
+    target_modules: Any | None = knob(None, "LoRA target modules; null: the architecture's default")
     lora_init: str = knob("gaussian", "peft's init_lora_weights")
-    lora_path: Optional[str] = knob(None, "folder with LoRA weights (diffusers format) to start from")
+    lora_path: str | None = knob(None, "folder with LoRA weights (diffusers format) to start from")
     enable_gradient_checkpointing: bool = knob(False, "recompute activations in the backward pass to save memory")
     # In a run these two are the rollout's own (`Any`, because OmegaConf lets no typed node be an interpolation).
     pipeline: Any = knob(None, "the rollout's pipeline knobs")

@@ -13,10 +13,10 @@ class DiffusionPipelineConfig:
 
     height: int = knob(512, "image height in pixels, a multiple of the model's vae_scale_factor * 2")
     width: int = knob(512, "image width in pixels, likewise")
-    num_frames: Optional[int] = knob(None, "frames of a video; null for image models")
+    num_frames: int | None = knob(None, "frames of a video; null for image models")
     num_inference_steps: int = knob(10, "denoising steps of a training rollout")
     true_cfg_scale: float = knob(1.0, "true classifier-free guidance (Qwen-Image); 1 turns it off")
-    guidance_scale: Optional[float] = knob(None, "guidance of pipelines that call it so; null is the pipeline's default")
+    guidance_scale: float | None = knob(None, "guidance of pipelines that call it so; null is the pipeline's default")
     negative_prompt: str = knob(" ", "negative prompt where the data has no `negative_prompt` column")
     max_sequence_length: int = knob(512, "longest prompt in tokens; a longer one is an error")
 
@@ -34,17 +34,17 @@ ValPipelineConfig = dataclasses.make_dataclass(
 class DiffusionRolloutAlgoConfig:
     """The stochastic reverse process. What is left null is the algorithm's own choice."""
 
-    sde_type: Optional[str] = knob(None, "reverse step: sde, cps, dance_sde, or a registered name")
-    noise_level: Optional[float] = knob(None, "noise level a (eta of dance_sde); 0 is the ODE")
-    sde_window_size: Optional[int] = knob(None, "how many steps are stochastic and trained; null: all but the last")
-    sde_window_range: Optional[list[int]] = knob(None, "[lo, hi) within which a window lies; null: all but the last")
-    sde_window_schedule: Optional[str] = knob(
+    sde_type: str | None = knob(None, "reverse step: sde, cps, dance_sde, or a registered name")
+    noise_level: float | None = knob(None, "noise level a (eta of dance_sde); 0 is the ODE")
+    sde_window_size: int | None = knob(None, "how many steps are stochastic and trained; null: all but the last")
+    sde_window_range: list[int] | None = knob(None, "[lo, hi) within which a window lies; null: all but the last")
+    sde_window_schedule: str | None = knob(
         None, "where the window starts: random (drawn anew), progressive, decay, exp_decay (it moves over training)"
     )
-    sde_window_iters: Optional[int] = knob(None, "training steps between two moves of a moving window")
-    sde_window_stride: Optional[int] = knob(None, "denoising steps that a moving window moves by")
-    sde_window_per_group: Optional[bool] = knob(None, "a random window is drawn for each prompt, not for each step")
-    same_initial_noise: Optional[bool] = knob(None, "all images of a prompt start from the same noise")
+    sde_window_iters: int | None = knob(None, "training steps between two moves of a moving window")
+    sde_window_stride: int | None = knob(None, "denoising steps that a moving window moves by")
+    sde_window_per_group: bool | None = knob(None, "a random window is drawn for each prompt, not for each step")
+    same_initial_noise: bool | None = knob(None, "all images of a prompt start from the same noise")
 
 
 @dataclass
@@ -54,7 +54,7 @@ class DiffusionValKwargs:
     pipeline: ValPipelineConfig = knob(ValPipelineConfig, "")
     n: int = knob(1, "images a prompt in validation")
     noise_level: float = knob(0.0, "noise level in validation; 0 is the deterministic sampler")
-    sde_type: Optional[str] = knob(None, "reverse step in validation; null: as in training")
+    sde_type: str | None = knob(None, "reverse step in validation; null: as in training")
     seed: int = knob(42, "seed of the validation images")
 
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from verl.utils.device import get_device_id, get_device_name
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (verl asks for a platform when it is imported)
-from verl.utils.device import get_device_id, get_device_name
 
 with warnings.catch_warnings():  # verl announces every engine whose package is not installed
     warnings.simplefilter("ignore")
@@ -60,7 +60,7 @@ class DiffusersFSDPEngine(BaseEngine):
         self.micro_batch_size = 16
         self.ema_decay = 0.0
 
-    # ---- construction -------------------------------------------------------------------------------------------------
+    # ---- construction --------------------------------------------------------------------------------
 
     def initialize(self) -> None:
         """Build the module, shard it, and make the optimizer and the learning-rate schedule."""
@@ -138,7 +138,7 @@ class DiffusersFSDPEngine(BaseEngine):
         self.ema_decay = decay
         self.policies.keep("ema")
 
-    # ---- modes and policies -------------------------------------------------------------------------------------------
+    # ---- modes and policies --------------------------------------------------------------------------
 
     @property
     def is_param_offload_enabled(self) -> bool:
@@ -200,7 +200,7 @@ class DiffusersFSDPEngine(BaseEngine):
                     if isinstance(value, torch.Tensor) and value.ndim > 0:
                         state[key] = value.to(target)
 
-    # ---- forward, backward, step ----------------------------------------------------------------------------------------
+    # ---- forward, backward, step ---------------------------------------------------------------------
 
     def prepare_model_outputs(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What the loss sees of the model. Subclasses say what that is."""
@@ -285,7 +285,7 @@ class DiffusersFSDPEngine(BaseEngine):
         return lr
 
     def reduce_metrics(self, metrics: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Mean over ranks; names that end in `max_dev` or `_max` are maxima."""
+        """Mean over ranks; names with `max` are maxima."""
         if not metrics:
             return {}
         names = sorted(metrics)
@@ -295,7 +295,7 @@ class DiffusersFSDPEngine(BaseEngine):
         stacked = torch.stack(gathered)
         return {n: (stacked[:, i].max() if is_maximum(n) else stacked[:, i].mean()).item() for i, n in enumerate(names)}
 
-    # ---- data parallelism and checkpoints -----------------------------------------------------------------------------
+    # ---- data parallelism and checkpoints ------------------------------------------------------------
 
     def get_data_parallel_size(self) -> int:
         return dist.get_world_size()
@@ -395,7 +395,7 @@ def lr_factor(config: OptimizerConfig) -> Callable[[int], float]:
 
 
 def is_maximum(name: str) -> bool:
-    return name.endswith(("max_dev", "_max"))
+    return "max" in name
 
 
 def accumulate(total: dict[str, torch.Tensor], metrics: dict[str, Any], share: float) -> None:

@@ -1,0 +1,116 @@
+"""A user's reward function: found, looked at before anything starts, called, and its answer checked."""
+
+import asyncio
+import inspect
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from verl_omni.utils.suggest import unknown
+
+# What a function may ask for by the name of its parameter: for one image, and (plural) for a batch.
+SINGLE = ("data_source", "solution_image", "image", "prompt", "ground_truth", "extra_info")
+BATCHED = ("data_sources", "solution_images", "images", "prompts", "ground_truths", "extra_infos")
+SERVICES = ("reward_router_address", "reward_model_tokenizer")
+
+
+class RewardFunction:
+    """`score(samples)` for a list of samples, whatever the function's own shape: one or many, sync or async.
+
+    A sample is a dict with the keys of SINGLE. `solution_image` is a float tensor in [0, 1], C x H x W (a video
+    F x C x H x W); `image` is the same as a PIL image (a video: a list of them).
+    """
+
+    def __init__(self, function: Callable, name: str, kwargs: dict[str, Any] | None = None):
+        self.function, self.name, self.kwargs = function, name, dict(kwargs or {})
+        parameters = inspect.signature(function).parameters
+        self.accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self.wanted = [n for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        self.batched = any(n in BATCHED for n in self.wanted)
+        known = (*(BATCHED if self.batched else SINGLE), *SERVICES, *self.kwargs)
+        for n in self.wanted:
+            if n not in known and parameters[n].default is inspect.Parameter.empty:
+                raise ValueError(f"reward function {name}: {unknown('parameter', n, known)}")
+        for n in self.kwargs:
+            if n not in self.wanted and not self.accepts_any:
+                raise ValueError(f"reward function {name}: {unknown('reward_kwargs', n, self.wanted)}")
+
+    @classmethod
+    def load(cls, path: str, name: str, kwargs: dict[str, Any] | None = None) -> "RewardFunction":
+        """From a Python file. Errors are one line in the user's words."""
+        from verl.utils.import_utils import load_extern_object
+
+        if not os.path.isfile(os.path.expanduser(path)) and not path.startswith("pkg://"):
+            raise FileNotFoundError(f'reward.custom_reward_function.path="{path}": there is no such file')
+        try:
+            function = load_extern_object(os.path.expanduser(path), name)
+        except AttributeError:
+            raise ValueError(
+                f'reward.custom_reward_function.name="{name}": {path} has no function of that name'
+            ) from None
+        return cls(function, f"{name} ({path})", kwargs)
+
+    async def score(
+        self, samples: list[dict[str, Any]], services: dict[str, Any] | None = None
+    ) -> list[dict[str, Any]]:
+        """One `{"score": float, ...}` for each sample; any failure raises."""
+        if not self.batched:
+            return [await self._one(sample, services or {}) for sample in samples]
+        plural = {many: [s.get(one) for s in samples] for one, many in zip(SINGLE, BATCHED, strict=True)
+                  if one not in ("image",)}  # fmt: skip
+        if "images" in self.wanted or self.accepts_any:
+            plural["images"] = [as_pil(s["solution_image"]) for s in samples]
+        results = await self._call(plural, services or {}, samples[0])
+        if isinstance(results, torch.Tensor):
+            results = results.tolist()
+        if not isinstance(results, list | tuple) or len(results) != len(samples):
+            count = f"{len(results)}" if hasattr(results, "__len__") else type(results).__name__
+            raise ValueError(
+                f"reward function {self.name} returned {count} for {len(samples)} images: expected a list with one "
+                "score (or dict with a score) for each"
+            )
+        return [self._checked(r, s) for r, s in zip(results, samples, strict=True)]
+
+    async def _one(self, sample: dict[str, Any], services: dict[str, Any]) -> dict[str, Any]:
+        values = dict(sample)
+        if "image" in self.wanted:
+            values["image"] = as_pil(sample["solution_image"])
+        return self._checked(await self._call(values, services, sample), sample)
+
+    async def _call(self, values: dict[str, Any], services: dict[str, Any], sample: dict[str, Any]) -> Any:
+        offered = values | services
+        arguments = {n: offered[n] for n in offered if n in self.wanted or self.accepts_any} | self.kwargs
+        try:
+            if inspect.iscoroutinefunction(self.function):
+                return await self.function(**arguments)
+            return await asyncio.get_running_loop().run_in_executor(None, lambda: self.function(**arguments))
+        except Exception as error:
+            raise RuntimeError(
+                f"reward function {self.name} raised {type(error).__name__}: {error} "
+                f'(prompt: "{sample.get("prompt", "")}")'
+            ) from error
+
+    def _checked(self, result: Any, sample: dict[str, Any]) -> dict[str, Any]:
+        answer = dict(result) if isinstance(result, dict) else {"score": result}
+        score = answer.get("score")
+        if isinstance(score, torch.Tensor) and score.numel() == 1 or hasattr(score, "item"):
+            score = score.item()
+        if not isinstance(score, int | float) or not math.isfinite(score):
+            raise ValueError(
+                f"reward function {self.name} returned {score!r}: expected a finite number, or a dict with one under "
+                f'"score" (prompt: "{sample.get("prompt", "")}")'
+            )
+        return answer | {"score": float(score)}
+
+
+def as_pil(image: torch.Tensor) -> Any:
+    """PIL image of a float tensor in [0, 1]; a list of them for a video."""
+    from PIL import Image
+
+    if image.ndim == 4:
+        return [as_pil(frame) for frame in image]
+    pixels = (image * 255).round().clamp(0, 255).to(torch.uint8)
+    return Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())

@@ -1,0 +1,272 @@
+"""What all trainers share: one process that orders the work and holds nothing heavy.
+
+`BaseRayDiffusionTrainer` starts workers, validates, checkpoints and logs; a subclass owns one training step.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch.utils.data import Dataset, Sampler
+from tqdm import tqdm
+from verl.protocol import DataProto
+from verl.single_controller.base import Worker
+from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager
+from verl.trainer.ppo.utils import Role
+
+import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
+from verl_omni.algorithms.registry import get_algorithm
+from verl_omni.trainer.diffusion import checkpointing
+from verl_omni.trainer.diffusion.diffusion_metric_utils import (
+    compute_data_metrics_diffusion,
+    compute_throughput_metrics_diffusion,
+    compute_timing_metrics_diffusion,
+)
+from verl_omni.trainer.diffusion.ordering import minibatch_order
+from verl_omni.trainer.diffusion.validation import validation_metrics, write_validation
+from verl_omni.utils.arrays import object_array
+from verl_omni.utils.dataset.prompt_loader import create_dataloader, create_val_dataloader, steps_for_epochs
+from verl_omni.utils.tracking import Tracking
+from verl_omni.workers.config import validation_pipeline
+from verl_omni.workers.losses import build_loss_function
+
+
+class BaseRayDiffusionTrainer:
+    """Workers, data, validation, checkpoints and logging, shared by all ways of training."""
+
+    def __init__(
+        self,
+        config: DictConfig,
+        tokenizer: Any,
+        role_worker_mapping: dict[Role, type[Worker]],
+        resource_pool_manager: ResourcePoolManager,
+        ray_worker_group_cls: type[RayWorkerGroup] = RayWorkerGroup,
+        processor: Any = None,
+        train_dataset: Dataset | None = None,
+        val_dataset: Dataset | None = None,
+        collate_fn: Any = None,
+        train_sampler: Sampler | None = None,
+        device_name: str | None = None,
+    ):
+        self.config, self.tokenizer, self.processor = config, tokenizer, processor
+        self.settings = OmegaConf.to_object(config)
+        self.role_worker_mapping = role_worker_mapping
+        self.resource_pool_manager = resource_pool_manager
+        self.ray_worker_group_cls = ray_worker_group_cls
+        self.device_name = device_name or config.trainer.device
+        self.algorithm = get_algorithm(config.actor_rollout_ref.model.algorithm)
+        self.online = config.algorithm.sample_source == "online"
+        self.loss_function = build_loss_function(self.settings.actor_rollout_ref.actor)
+        self.run_dir = Path(config.trainer.default_local_dir).expanduser()
+        self.train_dataset, self.val_dataset = train_dataset, val_dataset
+        self.global_step = 0
+        self._create_dataloaders(collate_fn, train_sampler)
+
+    def _create_dataloaders(self, collate_fn: Any, sampler: Sampler | None) -> None:
+        data, trainer = self.config.data, self.config.trainer
+        self.train_loader = self.val_loader = None
+        self.total_steps = 0
+        if self.train_dataset is not None:
+            self.train_loader = create_dataloader(self.train_dataset, data.train_batch_size, data.shuffle, data.seed)
+            self.total_steps = trainer.total_training_steps or steps_for_epochs(
+                len(self.train_dataset), data.train_batch_size, trainer.total_epochs
+            )
+        if self.val_dataset is not None:
+            self.val_loader = create_val_dataloader(self.val_dataset, data.val_batch_size)
+
+    # ---- workers -------------------------------------------------------------------------------------
+
+    def init_workers(self) -> None:
+        """Start the workers that hold the model; for online sampling also the rewards and the agent loops."""
+        self._set_schedule_length()
+        self.resource_pool_manager.create_resource_pool()
+        pool = self.resource_pool_manager.get_resource_pool(Role.ActorRollout)
+        actor = RayClassWithInitArgs(self.role_worker_mapping[Role.ActorRollout], config=self.config)
+        self.actor_wg = self.ray_worker_group_cls(
+            resource_pool=pool, ray_cls_with_init=actor, device_name=self.device_name
+        )
+        self.actor_wg.init_model()
+        self.reward_loop_manager = self.agent_loop_manager = None
+        if self.online:
+            from verl_omni.agent_loop import DiffusionAgentLoopManager
+            from verl_omni.reward_loop import RewardLoopManager
+
+            self.reward_loop_manager = RewardLoopManager(self.config)
+            self.agent_loop_manager = DiffusionAgentLoopManager(
+                self.config, self.actor_wg.workers, self.reward_loop_manager.reward_loop_worker_handles
+            )
+
+    def _set_schedule_length(self) -> None:
+        """The learning-rate schedule counts optimizer steps."""
+        actor, data = self.config.actor_rollout_ref.actor, self.config.data
+        if actor.optim.total_training_steps is None and self.total_steps:
+            per_step = data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
+            actor.optim.total_training_steps = self.total_steps * per_step
+
+    def shutdown(self) -> None:
+        for manager in (self.agent_loop_manager, self.reward_loop_manager):
+            if manager is not None:
+                manager.shutdown()
+
+    # ---- sampling ------------------------------------------------------------------------------------
+
+    def _rollout_batch(self, batch: DataProto, n: int, seeds: np.ndarray, sampling: dict[str, Any]) -> DataProto:
+        """`n` requests a prompt, each with its seed."""
+        batch.non_tensor_batch["uid"] = object_array([f"{self.global_step}-{i}" for i in range(len(batch))])
+        batch = batch.repeat(repeat_times=n, interleave=True)
+        batch.non_tensor_batch["seed"] = object_array([int(s) for s in seeds])
+        batch.meta_info["sampling_params"] = sampling
+        return batch
+
+    def _generate(self, batch: DataProto, policy: str) -> DataProto:
+        """Images and rewards for a rollout batch, joined to it."""
+        self.actor_wg.start_rollout(policy)
+        output = self.agent_loop_manager.generate_sequences(batch)
+        self.actor_wg.stop_rollout()
+        if "rm_scores" not in output.batch.keys():
+            scored = DataProto.from_dict(
+                {"responses": output.batch["responses"]}, non_tensors=dict(batch.non_tensor_batch)
+            )
+            output = output.union(self.reward_loop_manager.compute_rm_score(scored))
+        output.non_tensor_batch = {**batch.non_tensor_batch, **output.non_tensor_batch}
+        return output
+
+    def validate(self) -> dict[str, float]:
+        """Score the validation prompts with the same seeds every time, and keep the images."""
+        val = self.settings.actor_rollout_ref.rollout.val_kwargs
+        pipeline = validation_pipeline(self.settings.actor_rollout_ref.rollout)
+        algo = self.settings.actor_rollout_ref.rollout.algo
+        sampling = dataclasses.asdict(pipeline) | {
+            "noise_level": val.noise_level,
+            "sde_type": val.sde_type or algo.sde_type,
+        }
+        if val.noise_level > 0:
+            sampling["sde_window"] = (0, pipeline.num_inference_steps - 1)
+        outputs, start = [], 0
+        for rows in self.val_loader:
+            batch = DataProto.from_single_dict(rows)
+            seeds = val.seed + start + np.arange(len(batch) * val.n)
+            start += len(seeds)
+            batch = self._rollout_batch(batch, val.n, seeds, sampling)
+            outputs.append(
+                self._generate(batch, "ema" if self.settings.actor_rollout_ref.actor.ema_decay else "current")
+            )
+        joined = DataProto.concat(outputs)
+        joined.meta_info = outputs[0].meta_info
+        folder = self.run_dir / "validation" / f"step_{self.global_step}"
+        write_validation(joined, folder, self.config.trainer.log_val_images)
+        return validation_metrics(joined, val.n)
+
+    # ---- checkpoints ---------------------------------------------------------------------------------
+
+    def save_checkpoint(self) -> None:
+        keep = self.config.trainer.max_ckpt_to_keep
+        with checkpointing.publish(self.run_dir, self.global_step, keep) as folder:
+            self.actor_wg.save_checkpoint(str(folder), self.global_step)
+            state = {"global_step": self.global_step, "data": self.train_loader.state_dict()}
+            torch.save(state, folder / "trainer.pt")
+
+    def load_checkpoint(self) -> bool:
+        """Go on from the checkpoint that `trainer.resume_mode` names; False where there is none."""
+        trainer = self.config.trainer
+        path = checkpointing.find_resume(self.run_dir, trainer.resume_mode, trainer.resume_from_path)
+        if path is None:
+            return False
+        state = torch.load(path / "trainer.pt", weights_only=False)
+        self.actor_wg.load_checkpoint(str(path))
+        self.train_loader.load_state_dict(state["data"])
+        self.global_step = state["global_step"]
+        print(f"Resuming from {path}: step {self.global_step} of {self.total_steps} is done.", flush=True)
+        return True
+
+    # ---- the loop ------------------------------------------------------------------------------------
+
+    def fit(self) -> None:
+        """Train to the last step: validate, save and log as the config says."""
+        trainer = self.config.trainer
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        resumed = self.train_loader is not None and self.load_checkpoint()
+        OmegaConf.save(self.config, self.run_dir / "config.yaml", resolve=True)
+        tracking = Tracking(
+            list(trainer.logger),
+            self.run_dir,
+            trainer.project_name,
+            trainer.experiment_name,
+            config=OmegaConf.to_container(self.config, resolve=True),
+            resumed_step=self.global_step if resumed else None,
+            total_steps=self.total_steps,
+        )
+        if (
+            self.val_loader is not None
+            and self.online
+            and not resumed
+            and (trainer.val_before_train or trainer.val_only)
+        ):
+            tracking.log(self.validate(), step=self.global_step)
+        if not trainer.val_only:
+            self._train(tracking)
+        tracking.finish()
+
+    def _train(self, tracking: Tracking) -> None:
+        batches = iter(self.train_loader)
+        with tqdm(total=self.total_steps, initial=self.global_step, desc="training", unit="step") as bar:
+            while self.global_step < self.total_steps:
+                timing: dict[str, float] = {}
+                with timer(timing, "step"):
+                    batch, metrics = self.training_step(next(batches), timing)
+                self.global_step += 1
+                last = self.global_step == self.total_steps
+                if (
+                    self.val_loader is not None
+                    and self.online
+                    and is_due(self.global_step, self.config.trainer.test_freq, last)
+                ):
+                    with timer(timing, "testing"):
+                        metrics |= self.validate()
+                if is_due(self.global_step, self.config.trainer.save_freq, last):
+                    with timer(timing, "save_checkpoint"):
+                        self.save_checkpoint()
+                metrics |= compute_data_metrics_diffusion(batch)
+                metrics |= compute_timing_metrics_diffusion(timing, len(batch))
+                metrics |= compute_throughput_metrics_diffusion(batch, timing, self.actor_wg.world_size)
+                metrics["training/global_step"] = self.global_step
+                tracking.log(metrics, step=self.global_step)
+                bar.set_postfix(reward=f"{metrics['critic/rewards/mean']:.3f}", step=f"{timing['step']:.1f}s")
+                bar.update()
+
+    def training_step(self, rows: dict[str, Any], timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
+        """One step on one batch of prompts: (the batch with its rewards, metrics)."""
+        raise NotImplementedError
+
+    def _update_actor(self, batch: DataProto, samples_per_prompt: int) -> dict[str, float]:
+        """Optimizer steps over the batch, the same ones whatever the number of ranks."""
+        actor = self.config.actor_rollout_ref.actor
+        minis = len(batch) // (actor.ppo_mini_batch_size * samples_per_prompt)
+        order = minibatch_order(
+            len(batch) // samples_per_prompt,
+            samples_per_prompt,
+            minis,
+            self.actor_wg.world_size,
+            seed=self.config.trainer.seed + self.global_step if actor.shuffle else None,
+        )
+        batch = batch[order]
+        batch.meta_info = {"num_mini_batches": minis, "epochs": actor.ppo_epochs}
+        return self.actor_wg.update_actor(batch)[0]
+
+
+def is_due(step: int, every: int, last: bool) -> bool:
+    """-1: only after the last step. 0: never. N: every N steps and after the last."""
+    return every != 0 and (last or (every > 0 and step % every == 0))
+
+
+@contextmanager
+def timer(timing: dict[str, float], name: str) -> Iterator[None]:
+    start = perf_counter()
+    yield
+    timing[name] = timing.get(name, 0.0) + perf_counter() - start

@@ -1,0 +1,56 @@
+"""Metrics of a training step, from its batch and its timings."""
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import torch
+from verl.protocol import DataProto
+
+# Stages whose time grows with the number of images.
+COMPUTE_STAGES = ("gen", "reward", "ref", "old_log_prob", "adv", "update_actor")
+
+
+def compute_data_metrics_diffusion(batch: DataProto) -> dict[str, Any]:
+    """Rewards by image and by prompt group; advantages and returns where the batch has them."""
+    rewards = batch.batch["sample_level_rewards"].float()
+    rewards = rewards.reshape(len(rewards), -1)[:, 0]
+    metrics = _summary("critic/rewards", rewards)
+    groups = defaultdict(list)
+    for uid, reward in zip(batch.non_tensor_batch["uid"], rewards.tolist(), strict=True):
+        groups[uid].append(reward)
+    spread = [float(np.std(g, ddof=1)) if len(g) > 1 else 0.0 for g in groups.values()]
+    metrics["critic/rewards/std_mean"] = float(np.mean(spread))
+    metrics["critic/rewards/zero_std_ratio"] = float(np.mean([s == 0.0 for s in spread]))
+    metrics["critic/rewards/group_size"] = len(rewards) / len(groups)
+    for name in ("advantages", "returns"):
+        if name in batch.batch.keys():
+            metrics |= _summary(f"critic/{name}", batch.batch[name].float())
+    return metrics
+
+
+def _summary(name: str, values: torch.Tensor) -> dict[str, float]:
+    return {
+        f"{name}/mean": values.mean().item(),
+        f"{name}/max": values.max().item(),
+        f"{name}/min": values.min().item(),
+    }
+
+
+def compute_timing_metrics_diffusion(timing_raw: dict[str, float], num_images: int) -> dict[str, Any]:
+    """Seconds of every stage, and milliseconds an image of those that compute."""
+    metrics = {f"timing_s/{name}": seconds for name, seconds in timing_raw.items()}
+    for name in COMPUTE_STAGES:
+        if name in timing_raw:
+            metrics[f"timing_per_image_ms/{name}"] = timing_raw[name] * 1000 / num_images
+    return metrics
+
+
+def compute_throughput_metrics_diffusion(batch: DataProto, timing_raw: dict[str, float], n_gpus: int) -> dict[str, Any]:
+    """Images a second and device over the whole step."""
+    seconds = timing_raw["step"]
+    return {
+        "perf/total_num_images": len(batch),
+        "perf/time_per_step": seconds,
+        "perf/throughput": len(batch) / (seconds * n_gpus),
+    }

@@ -1,0 +1,200 @@
+"""Train a diffusion model with reinforcement learning.
+
+    python -m verl_omni.trainer.main_diffusion actor_rollout_ref.model.path=... data.train_files=... [key=value ...]
+
+`--help` lists every knob, `--cfg job` prints the configuration, `--config-dir DIR --config-name RECIPE` runs a recipe.
+"""
+
+import os
+import sys
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+from verl_omni.trainer.config import schema
+from verl_omni.utils.suggest import unknown
+
+schema.register()
+
+
+class TaskRunner:
+    """Builds the worker mapping and runs the trainer that `algorithm.trainer_type` names."""
+
+    def __init__(self) -> None:
+        self.role_worker_mapping: dict[Any, Any] = {}
+        self.mapping: dict[Any, str] = {}
+
+    def add_actor_rollout_worker(self, config: DictConfig) -> Any:
+        """The worker that trains, generates (embedded engine) and serves as its own reference."""
+        import ray
+        from verl.trainer.ppo.utils import Role
+
+        from verl_omni.workers.diffusion_worker import DiffusionWorker
+
+        self.role_worker_mapping[Role.ActorRollout] = ray.remote(DiffusionWorker)
+        self.mapping[Role.ActorRollout] = "global_pool"
+        return DiffusionWorker
+
+    def add_ref_policy_worker(self, config: DictConfig, ref_policy_cls: Any) -> None:
+        """The reference lives in the actor's worker: adapters off (LoRA), or a copy of its starting weights (full)."""
+        import ray
+        from verl.trainer.ppo.utils import Role
+
+        if config.actor_rollout_ref.actor.use_kl_loss:
+            self.role_worker_mapping[Role.RefPolicy] = ray.remote(ref_policy_cls)
+            self.mapping[Role.RefPolicy] = "global_pool"
+
+    def add_reward_model_resource_pool(self, config: DictConfig) -> None:
+        """Devices of their own for a reward model that is served beside the training."""
+        from verl.trainer.ppo.utils import Role
+
+        if config.reward.reward_model.enable:
+            own = config.reward.reward_model.enable_resource_pool
+            self.mapping[Role.RewardModel] = "reward_pool" if own else "global_pool"
+
+    def init_resource_pool_mgr(self, config: DictConfig) -> Any:
+        from verl_omni.trainer.resources import DeviceResourcePoolManager
+
+        trainer, reward = config.trainer, config.reward.reward_model
+        spec = {"global_pool": [trainer.n_gpus_per_node] * trainer.nnodes}
+        if "reward_pool" in self.mapping.values():
+            spec["reward_pool"] = [reward.n_gpus_per_node] * reward.nnodes
+        return DeviceResourcePoolManager(resource_pool_spec=spec, mapping=self.mapping)
+
+    def run(self, config: DictConfig) -> None:
+        from verl_omni.trainer.diffusion import ray_diffusion_trainer as trainers
+
+        worker = self.add_actor_rollout_worker(config)
+        self.add_ref_policy_worker(config, worker)
+        self.add_reward_model_resource_pool(config)
+        train_dataset, val_dataset = load_datasets(config)
+        trainer_class = {
+            "policy_gradient": trainers.PolicyGradientRayTrainer,
+            "direct_preference": trainers.DirectPreferenceRayTrainer,
+        }[config.algorithm.trainer_type]
+        trainer = trainer_class(
+            config=config,
+            tokenizer=None,
+            role_worker_mapping=self.role_worker_mapping,
+            resource_pool_manager=self.init_resource_pool_mgr(config),
+            train_dataset=train_dataset,
+            val_dataset=val_dataset,
+            device_name=config.trainer.device,
+        )
+        trainer.init_workers()
+        trainer.fit()
+        trainer.shutdown()
+
+
+def load_datasets(config: DictConfig) -> tuple[Any, Any]:
+    from verl_omni.utils.dataset.prompt_dataset import PromptDataset
+
+    data, train, val = config.data, None, None
+    if data.train_files is not None and not config.trainer.val_only:
+        train = PromptDataset(data.train_files, key="data.train_files")
+    if data.val_files is not None:
+        val = PromptDataset(data.val_files, key="data.val_files", max_samples=data.val_max_samples)
+    return train, val
+
+
+def run_diffusion(config: DictConfig, task_runner_class: Any = None) -> None:
+    """Check the configuration, start Ray and train.
+
+    A cluster of our own needs no extra process for the driver; on a running cluster the runner is a Ray actor.
+    """
+    import ray
+
+    from verl_omni.trainer.preflight import preflight
+    from verl_omni.trainer.resources import choose_device, ray_arguments
+
+    with config_writable(config):
+        config.trainer.device = choose_device(config.trainer.device)
+    config = preflight(config)
+    started = not ray.is_initialized()
+    if started:
+        ray.init(**ray_arguments(config))
+    try:
+        if task_runner_class is not None:
+            ray.get(task_runner_class.remote().run.remote(config))
+        elif config.ray.address is not None:
+            ray.get(ray.remote(TaskRunner).remote().run.remote(config))
+        else:
+            TaskRunner().run(config)
+        if config.ray.timeline_json_file:
+            ray.timeline(filename=config.ray.timeline_json_file)
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def config_writable(config: DictConfig) -> Any:
+    from omegaconf import open_dict
+
+    return open_dict(config)
+
+
+@hydra.main(config_path="config", config_name="diffusion_trainer", version_base=None)
+def _hydra_main(config: DictConfig) -> None:
+    try:
+        run_diffusion(config)
+    except (ValueError, FileNotFoundError, ModuleNotFoundError, NotImplementedError) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") or not is_users_mistake(error):
+            raise
+        sys.exit(f"error: {error}")
+
+
+def is_users_mistake(error: BaseException) -> bool:
+    """A mistake found before the workers start needs no traceback."""
+    import ray
+
+    return not isinstance(error, ray.exceptions.RayError)
+
+
+def main() -> None:
+    """Entry point: `python -m verl_omni.trainer.main_diffusion`."""
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        print_help()
+        return
+    check_override_names(sys.argv[1:])
+    _hydra_main()
+
+
+def print_help() -> None:
+    from verl_omni.utils.knob import walk
+
+    print(__doc__)
+    for name, default, text in walk(schema.DiffusionTrainerConfig):
+        shown = "null" if default is None else str(default).lower() if isinstance(default, bool) else default
+        print(f"  {name}={shown}\n      {text}")
+
+
+def check_override_names(arguments: list[str]) -> None:
+    """Hydra's own message for a key that does not exist names no neighbour; ours does."""
+    known = known_keys()
+    for argument in arguments:
+        key = argument.split("=")[0]
+        if "=" not in argument or key.startswith(("-", "+", "~", "hydra")) or "/" in key or "@" in key:
+            continue
+        open_ends = ("extra", "reward_kwargs", "engine_kwargs")
+        if key not in known and not any(f".{end}." in key for end in open_ends):
+            sys.exit("error: " + unknown("config key", key, known))
+
+
+def known_keys() -> set[str]:
+    """Every key that may be overridden, groups included."""
+    keys: set[str] = set()
+
+    def walk(node: Any, prefix: str) -> None:
+        for key in node:
+            keys.add(prefix + key)
+            child = node._get_node(key)
+            if OmegaConf.is_dict(child) and not child._is_interpolation() and not child._is_none():
+                walk(child, f"{prefix}{key}.")
+
+    walk(OmegaConf.structured(schema.DiffusionTrainerConfig), "")
+    return keys
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""All checks that need no worker: configuration, data files and the reward function."""
+
+from omegaconf import DictConfig
+
+from verl_omni.trainer.diffusion.preparation import prepare_config
+
+
+def preflight(config: DictConfig) -> DictConfig:
+    """The resolved configuration; raises one clear line where the run could not work."""
+    config = prepare_config(config)
+    check_data(config)
+    if config.algorithm.sample_source == "online":
+        check_rewards(config)
+    return config
+
+
+def check_data(config: DictConfig) -> None:
+    """Files exist, have the right columns, and their prompts fit the model's limit."""
+    from omegaconf import OmegaConf
+
+    from verl_omni.pipelines.model_base import DiffusionModelBase
+    from verl_omni.trainer.main_diffusion import load_datasets
+
+    train, val = load_datasets(config)
+    if train is not None and len(train) < config.data.train_batch_size:
+        raise ValueError(
+            f"data.train_batch_size={config.data.train_batch_size} is more than the {len(train)} prompts of "
+            "data.train_files: lower it or give more prompts"
+        )
+    model_config = OmegaConf.to_object(config.actor_rollout_ref.model)
+    adapter = DiffusionModelBase.get_class(model_config)
+    tokenizers = adapter.load_tokenizers(model_config)
+    limit = config.actor_rollout_ref.rollout.pipeline.max_sequence_length
+    for dataset in (train, val):
+        if dataset is None or "images" in dataset.columns:
+            continue
+        # Only the longest texts can be too long: the rest need no tokenizer.
+        texts = sorted((dataset[i]["prompt"] for i in range(len(dataset))), key=len)[-8:]
+        for text in texts:
+            adapter.tokenize(tokenizers, text, limit)
+
+
+def check_rewards(config: DictConfig) -> None:
+    """The user's reward function loads and takes what it will be given, or every data source has a reward."""
+    from verl.trainer.ppo.reward import resolve_reward_manager_cls
+
+    import verl_omni.reward_loop.reward_manager  # noqa: F401  (registers "image")
+    from verl_omni.reward_loop.reward_loop import load_custom_reward_function
+    from verl_omni.trainer.main_diffusion import load_datasets
+    from verl_omni.utils.reward_score import get_reward_fn
+
+    resolve_reward_manager_cls(config)
+    if load_custom_reward_function(config.reward) is not None:
+        return
+    for dataset in load_datasets(config):
+        if dataset is not None:
+            for source in {dataset[i]["data_source"] for i in range(len(dataset))}:
+                get_reward_fn(source)

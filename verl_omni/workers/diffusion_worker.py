@@ -1,0 +1,181 @@
+"""The process that holds the model: trains it, and (with the embedded engine) generates with it."""
+
+import contextlib
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+from verl.protocol import DataProto
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.device import get_device_name, get_torch_device
+from verl.utils.distributed import initialize_global_process_group_ray
+
+import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
+from verl_omni.utils.external_lib import import_external_lib
+from verl_omni.workers.config import DiffusionActorConfig, DiffusionModelConfig, DiffusionRolloutConfig
+from verl_omni.workers.engine.fsdp.diffusers_impl import EngineRegistry, is_maximum
+from verl_omni.workers.losses import build_loss_function
+from verl_omni.workers.rollout.base import ImageOutput
+
+MODEL_TYPES = {"policy_gradient": "diffusion_model", "direct_preference": "diffusion_preference_model"}
+
+
+class DiffusionWorker(Worker):
+    def __init__(self, config: DictConfig, role: str = "actor_rollout_ref"):
+        super().__init__()
+        self.config = config
+        quiet_loading()
+        if get_device_name() == "cpu":  # Ray gives a process one thread; the workers share the machine's cores
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.world_size))
+        import_external_lib(config.actor_rollout_ref.model.external_lib)
+        self.actor_config: DiffusionActorConfig = OmegaConf.to_object(config.actor_rollout_ref.actor)
+        self.model_config: DiffusionModelConfig = OmegaConf.to_object(config.actor_rollout_ref.model)
+        self.rollout_config: DiffusionRolloutConfig = OmegaConf.to_object(config.actor_rollout_ref.rollout)
+        initialize_global_process_group_ray(backend="gloo" if get_device_name() == "cpu" else None)
+        self.rollout = None
+        self._rollout_scope = contextlib.ExitStack()
+
+    # ---- set-up --------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        self.engine = EngineRegistry.new(
+            model_type=MODEL_TYPES[self.config.algorithm.trainer_type],
+            backend=self.actor_config.strategy,
+            model_config=self.model_config,
+            engine_config=self.actor_config.fsdp_config,
+            optimizer_config=self.actor_config.optim,
+            checkpoint_config=self.actor_config.checkpoint,
+        )
+        self.engine.initialize()
+        self.engine.micro_batch_size = self.actor_config.ppo_micro_batch_size_per_gpu
+        self.loss_function = build_loss_function(self.actor_config)
+        if self.loss_function.needs_reference:
+            self.engine.keep_reference()
+        if self.actor_config.ema_decay:
+            self.engine.keep_ema(self.actor_config.ema_decay)
+        if self.config.algorithm.sample_source == "online" and self.rollout_config.name == "diffusers":
+            from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
+
+            self.rollout = DiffusersRollout(
+                self.rollout_config,
+                self.model_config,
+                self.engine.module,
+                self.engine.device,
+                self.engine.dtype,
+                **self.rollout_config.engine_kwargs,
+            )
+
+    # ---- rollout -------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_rollout(self, policy: str = "current") -> None:
+        """Gather the weights of one policy on every rank, ready for `generate`."""
+        scope = contextlib.ExitStack()
+        scope.enter_context(self.engine.eval_mode())
+        scope.enter_context(self.engine.policy(policy))
+        self.engine.gather()
+        scope.callback(self.engine.release)
+        self._rollout_scope = scope
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stop_rollout(self) -> None:
+        self._rollout_scope.close()
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        request_id: str,
+        image_data: list[Any] | None = None,
+        video_data: list[Any] | None = None,
+        negative_prompt_ids: list[int] | None = None,
+        priority: int = 0,
+    ) -> ImageOutput:
+        """Tokens in, image out: the same call that a vLLM-Omni server answers."""
+        return await self.rollout.generate(
+            prompt_ids, sampling_params, request_id, image_data, video_data, negative_prompt_ids, priority
+        )
+
+    # ---- training ------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """Log-probabilities of the stored steps under the policy as it is now."""
+        with self.engine.eval_mode():
+            output = self.engine.infer_batch(tensors(data))["model_output"]
+        return self._per_step(
+            data, {"old_log_probs": output["log_probs"], "old_prev_sample_mean": output["prev_sample_mean"]}
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """Means of the stored steps under the reference."""
+        with self.engine.eval_mode(), self.engine.policy("reference"):
+            output = self.engine.infer_batch(tensors(data))["model_output"]
+        return self._per_step(data, {"ref_prev_sample_mean": output["prev_sample_mean"]})
+
+    def _per_step(self, data: DataProto, outputs: dict[str, torch.Tensor]) -> DataProto:
+        rows, steps = data.batch["all_timesteps"].shape
+        return DataProto.from_dict({k: v.cpu().unflatten(0, (rows, steps)) for k, v in outputs.items()})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def reset_peak_memory(self) -> None:
+        get_torch_device().reset_peak_memory_stats()
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def update_actor(self, data: DataProto) -> dict[str, float]:
+        """All optimizer steps of one rollout; `num_mini_batches` and `epochs` are in the batch's meta_info."""
+        batch = tensors(data)
+        size = len(data) // data.meta_info["num_mini_batches"]
+        history = []
+        with self.engine.train_mode():
+            for _ in range(data.meta_info["epochs"]):
+                for start in range(0, len(data), size):
+                    mini = {k: v[start : start + size] for k, v in batch.items()}
+                    history.append(self.engine.train_batch(mini, self.loss_function)["metrics"])
+        metrics = {f"actor/{k}": reduce_history(k, [h[k] for h in history]) for k in history[0]}
+        if "ratio_max_dev" in history[0]:  # before the first update rollout and training agree
+            metrics["actor/first_ratio_max_dev"] = history[0]["ratio_max_dev"]
+        gib = 2**30
+        metrics["perf/max_memory_allocated_gb"] = get_torch_device().max_memory_allocated() / gib
+        metrics["perf/max_memory_reserved_gb"] = get_torch_device().max_memory_reserved() / gib
+        return metrics
+
+    # ---- checkpoints ---------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str, global_step: int = 0) -> None:
+        self.engine.save_checkpoint(path, global_step=global_step)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        self.engine.load_checkpoint(path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def pid(self) -> int:
+        return os.getpid()
+
+    def __del__(self):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def quiet_loading() -> None:
+    """No progress bars for the loading of single files: the run has one of its own."""
+    import diffusers
+    import transformers
+
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def tensors(data: DataProto) -> dict[str, torch.Tensor]:
+    return {k: data.batch[k] for k in data.batch.keys()}
+
+
+def reduce_history(name: str, values: list[float]) -> float:
+    return max(values) if is_maximum(name) else sum(values) / len(values)

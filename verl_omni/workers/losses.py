@@ -1,0 +1,39 @@
+"""From the actor's config to the function that the engine differentiates: the algorithm's loss, plus KL."""
+
+import torch
+
+from verl_omni.workers.config import DiffusionActorConfig
+
+
+class LossFunction:
+    """Called with what the model gave and the micro-batch; returns a `DiffusionLossResult`."""
+
+    def __init__(self, config: DiffusionActorConfig):
+        from verl_omni.algorithms.registry import get_diffusion_loss_fn
+
+        self.config = config
+        self.name = config.diffusion_loss.loss_mode
+        self.loss_fn = get_diffusion_loss_fn(self.name)
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.config.use_kl_loss or any(k.startswith("ref_") for k in self.loss_fn.data_keys(self.config))
+
+    def __call__(self, model_output: dict[str, torch.Tensor], data: dict[str, torch.Tensor]):
+        self.loss_fn.validate_inputs(loss_name=self.name, model_output=model_output, data=data)
+        result = self.loss_fn(config=self.config, model_output=model_output, data=data)
+        if self.config.use_kl_loss and "ref_prev_sample_mean" in data:
+            from verl_omni.algorithms.kl import KLLoss
+
+            kl, metrics = KLLoss.compute_loss(
+                prev_sample_mean=model_output["prev_sample_mean"],
+                ref_prev_sample_mean=data["ref_prev_sample_mean"],
+                std_dev_t=model_output["std_dev_t"],
+            )
+            result.loss = result.loss + self.config.kl_loss_coef * kl
+            result.metrics = {**result.metrics, **metrics, "kl_loss": kl.detach()}
+        return result
+
+
+def build_loss_function(config: DiffusionActorConfig) -> LossFunction:
+    return LossFunction(config)
