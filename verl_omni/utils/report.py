@@ -1,0 +1,292 @@
+"""One self-contained HTML page about a training run, and its before/after table for the console.
+
+    python -m verl_omni.utils.report RUN_DIR
+
+Reads what the trainer writes into its run folder: ``metrics.jsonl``, ``config.yaml`` and
+``validation/step_<N>/`` with images and ``samples.jsonl``.
+"""
+
+import argparse
+import base64
+import io
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from verl_omni.utils.report_style import STYLE
+from verl_omni.utils.svg_charts import Series, line_chart, stacked_bars
+from verl_omni.utils.tracking import read_metrics
+
+MAX_PAIRS = 36
+THUMBNAIL = 256
+WIDE, NARROW = 1000, 480
+OUTSIDE_STEP = ("testing", "save_checkpoint")
+SAMPLE_FIELDS = {"index", "prompt", "ground_truth", "score", "seed", "image"}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A number at the first and at the last step that has it."""
+
+    label: str
+    before: float
+    after: float
+    steps: tuple[int, int]
+
+
+class Run:
+    """What a run folder holds."""
+
+    def __init__(self, run_dir: str | Path):
+        self.dir = Path(run_dir)
+        metrics = self.dir / "metrics.jsonl"
+        if not metrics.is_file():
+            raise FileNotFoundError(
+                f"{self.dir} is no run folder: it has no metrics.jsonl (trainer.logger needs jsonl)"
+            )
+        self.entries = read_metrics(metrics)
+        if not self.entries:
+            raise ValueError(f"{metrics} is empty: the run has not logged a step yet")
+        config = self.dir / "config.yaml"
+        self.config = config.read_text(encoding="utf-8") if config.is_file() else None
+
+    def names(self, prefix: str) -> list[str]:
+        """Metrics that start with ``prefix``, in the order of their first appearance."""
+        return list(dict.fromkeys(k for entry in self.entries for k in entry["data"] if k.startswith(prefix)))
+
+    def curve(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of a metric at each step that has a number for it."""
+        values = ((entry["step"], entry["data"].get(name)) for entry in self.entries)
+        return [(step, value) for step, value in values if value is not None]
+
+    def changes(self) -> list[Change]:
+        """Validation numbers, then the training reward, before and after."""
+        labels = {name: _validation_label(name) for name in self.names("val-core/") + self.names("val-aux/")}
+        labels["critic/rewards/mean"] = "training reward"
+        found = []
+        for name, label in labels.items():
+            if curve := self.curve(name):
+                (first, before), (last, after) = curve[0], curve[-1]
+                found.append(Change(label, before, after, (first, last)))
+        return found
+
+    def validations(self) -> list[tuple[int, Path]]:
+        """(step, folder) of the validations whose images are kept, in the order of steps."""
+        folders = self.dir.glob("validation/step_*/samples.jsonl")
+        return sorted((int(file.parent.name.removeprefix("step_")), file.parent) for file in folders)
+
+
+def write_report(
+    run_dir: str | Path,
+    out_path: str | Path | None = None,
+    title: str = "Training report",
+    continue_command: str | None = None,
+) -> Path:
+    """Write the report of a run and return its path, ``report.html`` in the run folder by default.
+
+    ``continue_command`` is shown as what to type to train on from here.
+    """
+    run = Run(run_dir)
+    out_path = Path(out_path) if out_path else run.dir / "report.html"
+    sections = [
+        _headline(run, title),
+        _section("Learning", _learning_charts(run)),
+        _section("Time", _timing_chart(run)),
+        _section("Before and after", _pairs(run)),
+        _section(
+            "Go on from here", f'<pre class="command">{escape(continue_command)}</pre>' if continue_command else ""
+        ),
+        _config(run),
+    ]
+    page = (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body><main>\n"
+        + "\n".join(filter(None, sections))
+        + "\n</main></body></html>\n"
+    )
+    out_path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = out_path.with_name(out_path.name + ".tmp")
+    unfinished.write_text(page, encoding="utf-8")
+    unfinished.replace(out_path)
+    return out_path
+
+
+def format_before_after_table(run_dir: str | Path) -> str:
+    """The numbers before and after training as a table of plain text."""
+    rows = [("", "before", "after", "change")]
+    for change in Run(run_dir).changes():
+        difference = change.after - change.before
+        rows.append((change.label, f"{change.before:.3f}", f"{change.after:.3f}", f"{difference:+.3f}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        f"{row[0]:<{widths[0]}}  " + "  ".join(f"{c:>{w}}" for c, w in zip(row[1:], widths[1:], strict=True))
+        for row in rows
+    ]
+    lines.insert(1, "-" * len(lines[0]))
+    return "\n".join(lines)
+
+
+def _validation_label(name: str) -> str:
+    """``val-core/ocr/reward/mean@1`` -> ``validation reward (ocr)``."""
+    _, source, *metric = name.split("/")
+    what = "/".join(metric[:-1]) or metric[-1]
+    average = f", {metric[-1]}" if metric[-1] != "mean@1" else ""
+    return f"validation {what} ({source}{average})"
+
+
+def _section(heading: str, body: str) -> str:
+    return f"<section><h2>{heading}</h2>{body}</section>" if body else ""
+
+
+def _headline(run: Run, title: str) -> str:
+    cards = []
+    for change in run.changes():
+        difference = change.after - change.before
+        trend = "up" if difference > 0 else "down" if difference < 0 else "flat"
+        cards.append(
+            f'<div class="card"><div class="label">{escape(change.label)}</div>'
+            f'<div class="value">{change.before:.3f} <span class="arrow">→</span> {change.after:.3f}</div>'
+            f'<div class="{trend}">{difference:+.3f}, step {change.steps[0]} to {change.steps[1]}</div></div>'
+        )
+    facts = [f"{run.entries[-1]['step']} steps"]
+    if seconds := run.curve("timing_s/step"):
+        facts.append(f"{_duration(sum(s for _, s in seconds))} of training")
+    if images := run.curve("perf/total_num_images"):
+        facts.append(f"{sum(n for _, n in images):,.0f} images scored")
+    return (
+        f'<header><h1>{escape(title)}</h1><p class="facts">{" · ".join(facts)}</p></header>'
+        f'<div class="cards">{"".join(cards)}</div>'
+    )
+
+
+def _learning_charts(run: Run) -> str:
+    rewards = [Series("training", run.curve("critic/rewards/mean"))]
+    rewards += [Series(_validation_label(n), run.curve(n), markers=True) for n in run.names("val-core/")]
+    charts = [("Reward", rewards, False, "wide")]
+    charts += [
+        (heading, [Series(name, run.curve(name))], percent, "")
+        for heading, name, percent in (
+            ("KL to the reference", "actor/kl_loss", False),
+            ("Clip fraction", "actor/pg_clipfrac", True),
+            ("Gradient norm", "actor/grad_norm", False),
+            ("Policy loss", "actor/pg_loss", False),
+        )
+    ]
+    return '<div class="charts">' + "".join(_figure(*chart) for chart in charts) + "</div>"
+
+
+def _figure(heading: str, series: Sequence[Series], percent: bool, kind: str) -> str:
+    if any(one.points for one in series):
+        body = line_chart(series, width=WIDE if kind == "wide" else NARROW, percent=percent)
+    else:
+        body = f'<p class="absent">{escape(series[0].label)} was not part of this run</p>'
+    return f'<figure class="{kind}"><figcaption>{escape(heading)}</figcaption>{body}</figure>'
+
+
+def _timing_chart(run: Run) -> str:
+    prefix = "timing_s/"
+    rows = [
+        (e["step"], {k.removeprefix(prefix): v for k, v in e["data"].items() if k.startswith(prefix) and v})
+        for e in run.entries
+    ]
+    rows = [(step, seconds) for step, seconds in rows if "step" in seconds]
+    if not rows:
+        return ""
+    names = dict.fromkeys(name for _, seconds in rows for name in seconds if name != "step")
+    parts = {name: [seconds.get(name, 0.0) for _, seconds in rows] for name in names}
+    inside = [name for name in parts if name not in OUTSIDE_STEP]
+    rest = [max(s["step"] - sum(parts[n][i] for n in inside), 0.0) for i, (_, s) in enumerate(rows)]
+    ordered = {name: parts[name] for name in inside} | {"other": rest}
+    ordered |= {name: parts[name] for name in OUTSIDE_STEP if name in parts}
+    chart = stacked_bars([step for step, _ in rows], ordered, width=WIDE)
+    return f'<figure class="wide"><figcaption>Seconds of each step</figcaption>{chart}</figure>'
+
+
+def _pairs(run: Run) -> str:
+    """The same prompts and seeds at the first and at the last validation, in the order of the file."""
+    validations = run.validations()
+    if not validations:
+        return ""
+    (first, before_dir), (last, after_dir) = validations[0], validations[-1]
+    before = {sample["index"]: sample for sample in _samples(before_dir)}
+    pairs = [(before[sample["index"]], sample) for sample in _samples(after_dir) if sample["index"] in before]
+    tiles = []
+    for old, new in pairs[:MAX_PAIRS]:
+        shown = "".join(_shot(*shot) for shot in ((old, before_dir, first), (new, after_dir, last)))
+        tiles.append(f'<div class="pair"><div class="prompt">{escape(str(new["prompt"]))}</div>{shown}</div>')
+    note = f"The first {len(tiles)} validation prompts, with the same seeds at step {first} (left) and {last} (right)."
+    return f'<p class="note">{note}</p><div class="pairs">{"".join(tiles)}</div>'
+
+
+def _shot(sample: dict[str, Any], folder: Path, step: int) -> str:
+    """An image with its score and what else the reward told, such as the text that the OCR read."""
+    told = (
+        f"<span>{escape(key.replace('_', ' '))}: <b>{escape(_short(value))}</b></span>"
+        for key, value in sample.items()
+        if key not in SAMPLE_FIELDS
+    )
+    good = max(0.0, min(1.0, float(sample["score"])))
+    return (
+        f'<div class="shot"><img alt="step {step}" src="{_data_uri(folder / sample["image"])}">'
+        f'<span><i class="score" style="--good:{good:.2f}">{sample["score"]:.2f}</i></span>{"".join(told)}</div>'
+    )
+
+
+def _config(run: Run) -> str:
+    if run.config is None:
+        return ""
+    return f"<section><details><summary>Config</summary><pre>{escape(run.config)}</pre></details></section>"
+
+
+def _samples(folder: Path) -> Iterable[dict[str, Any]]:
+    with (folder / "samples.jsonl").open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines if line.strip()]
+
+
+def _data_uri(path: Path) -> str:
+    """The image inside the page: large ones as thumbnails, so that the page stays light; animations as they are."""
+    if path.suffix == ".gif":
+        return "data:image/gif;base64," + base64.b64encode(path.read_bytes()).decode()
+    from PIL import Image
+
+    with Image.open(path) as image:
+        image.thumbnail((THUMBNAIL, THUMBNAIL))
+        file = io.BytesIO()
+        image.save(file, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    text = str(value)
+    return "(nothing)" if not text else text if len(text) <= 60 else text[:57] + "..."
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write report.html about a training run.")
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="folder with metrics.jsonl, config.yaml and validation/")
+    parser.add_argument("--out", help="default: report.html in the run folder")
+    parser.add_argument("--title", default="Training report")
+    parser.add_argument("--continue-command", help="what to type to train on, shown in the report")
+    args = parser.parse_args()
+    try:
+        path = write_report(args.run_dir, args.out, args.title, args.continue_command)
+    except (FileNotFoundError, ValueError) as error:
+        parser.error(str(error))
+    print(format_before_after_table(args.run_dir))
+    print(f"Report: {path}")
+
+
+if __name__ == "__main__":
+    main()
