@@ -1,4 +1,5 @@
 import hashlib
+import inspect
 from pathlib import Path
 
 import pytest
@@ -20,21 +21,24 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def draw(pipe: DiffusionPipeline, prompt: str = "a cat", seed: int = 0, height: int = 32, width: int = 48):
+    """An image (H, W, 3), or a video with frames before that."""
+    takes = inspect.signature(pipe.__call__).parameters
     return pipe(
-        prompt,
+        prompt=prompt,
         height=height,
         width=width,
         num_inference_steps=4,
         generator=torch.Generator().manual_seed(seed),
         output_type="np",
-    ).images[0]
+        **({"num_frames": 5} if "num_frames" in takes else {}),
+    )[0][0]
 
 
 @pytest.fixture(scope="module", params=PIPELINES)
 def pipe(request) -> DiffusionPipeline:
     # DiffusionPipeline picks the class from model_index.json, as any other tool would.
     pipe = DiffusionPipeline.from_pretrained(tiny_checkpoint(request.param))
-    assert type(pipe).__name__ == request.param
+    assert type(pipe).__name__ == request.param.split("-")[0]
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -66,8 +70,7 @@ def test_weights_are_float32(pipe):
 
 @pytest.mark.parametrize("size", [(32, 48), (64, 32), (16, 16)])
 def test_draws_several_sizes(pipe, size):
-    assert pipe.vae_scale_factor == 8
-    assert draw(pipe, height=size[0], width=size[1]).shape == (*size, 3)
+    assert draw(pipe, height=size[0], width=size[1]).shape[-3:] == (*size, 3)
 
 
 def test_images_answer_to_seed_and_prompt(pipe):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tiny_models import tiny_checkpoint
 
 from verl_omni.pipelines.model_base import DiffusionModelBase
@@ -29,29 +28,35 @@ from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout, pad_an
 STEPS = 4
 SIZES = [(32, 48), (64, 32)]
 PROMPTS = ["a cat", 'a sign that reads "407", on a long wall of old red bricks, seen from afar in the evening light']
-NEGATIVE = "blurry"
 SEQUENCE = 128  # longest prompt in tokens
 
 
 @dataclass
 class Architecture:
-    """One row of the table: what the pipeline is called with, with and without classifier-free guidance."""
+    """One row of the table: a tiny checkpoint, and knobs that our config and diffusers' pipeline share."""
 
     name: str
-    guided: dict[str, Any]
-    plain: dict[str, Any]
-    # What our config calls otherwise, or has no knob for.
-    call: dict[str, Any] = field(default_factory=dict)
+    guided: dict[str, Any]  # with classifier-free guidance
+    plain: dict[str, Any]  # without
+    both: dict[str, Any] = field(default_factory=dict)
+    negative: str = "blurry"
+
+    @property
+    def pipeline(self) -> type:
+        return pipeline_class(self.name.split("-")[0])
 
     def knobs(self, cfg: bool) -> dict[str, Any]:
-        return self.guided if cfg else self.plain
+        return self.both | (self.guided if cfg else self.plain)
 
 
+GUIDANCE = {"guided": {"guidance_scale": 5.0}, "plain": {"guidance_scale": 1.0}}
 TABLE = [
     Architecture("QwenImagePipeline", guided={"true_cfg_scale": 4.0}, plain={"true_cfg_scale": 1.0}),
-    Architecture("StableDiffusion3Pipeline", guided={"guidance_scale": 5.0}, plain={"guidance_scale": 1.0}),
+    Architecture("StableDiffusion3Pipeline", **GUIDANCE),
     Architecture("FluxPipeline", guided={"true_cfg_scale": 3.0, "guidance_scale": 2.0}, plain={"guidance_scale": 3.0}),
     Architecture("ZImagePipeline", guided={"guidance_scale": 4.0}, plain={"guidance_scale": 0.0}),
+    Architecture("WanPipeline", **GUIDANCE, both={"num_frames": 5}),
+    Architecture("WanPipeline-2.2", **GUIDANCE, both={"num_frames": 5}),
 ]
 
 
@@ -60,17 +65,10 @@ def row(request) -> Architecture:
     return request.param
 
 
-@pytest.fixture(scope="session", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
-
-
 @functools.cache
 def upstream(name: str):
     """The stock pipeline. Tests that change it load their own."""
-    pipe = pipeline_class(name).from_pretrained(tiny_checkpoint(name))
+    pipe = pipeline_class(name.split("-")[0]).from_pretrained(tiny_checkpoint(name))
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -93,8 +91,7 @@ def draw(pipe, row: Architecture, prompt: str, seed: int, cfg: bool, size=SIZES[
         output_type="pt",
         callback_on_step_end=after_step,
         **row.knobs(cfg),
-        **row.call,
-        **({"negative_prompt": NEGATIVE} if cfg else {}),
+        **({"negative_prompt": row.negative} if cfg else {}),
     )[0]
     return [*latents, pixels]
 
@@ -120,15 +117,15 @@ def rollout(model_config: DiffusionModelConfig, module: torch.nn.Module | None =
     return DiffusersRollout(DiffusionRolloutConfig(), model_config, module.eval(), torch.device("cpu"), torch.float32)
 
 
-def generate(engine: DiffusersRollout, prompts: list[str], seeds: list[int], together: bool = True):
+def generate(row: Architecture, engine: DiffusersRollout, prompts: list[str], together: bool = True):
     """Requests as the agent loop makes them, in one batch or one after another."""
     tokenizers = engine.adapter.load_tokenizers(engine.model_config)
-    ids = [engine.adapter.tokenize(tokenizers, text, SEQUENCE) for text in [*prompts, NEGATIVE]]
+    ids = [engine.adapter.tokenize(tokenizers, text, SEQUENCE) for text in [*prompts, row.negative]]
     steps = engine.adapter.num_steps(engine.model_config)
     window = (0, steps - 1) if engine.model_config.algo.noise_level else None
 
     async def run():
-        params = [dict(seed=s, keep_trajectory=True, sde_window=window) for s in seeds]
+        params = [dict(seed=s, keep_trajectory=True, sde_window=window) for s in range(len(prompts))]
         if together:
             params = [p | {"position": (i, len(prompts))} for i, p in enumerate(params)]
         calls = [
@@ -160,7 +157,7 @@ def mean_log_prob(output, micro_batch):
 def test_without_noise_it_is_diffusers(row, cfg, size):
     model_config = config(row, cfg, size)
     engine = rollout(model_config)
-    outputs = generate(engine, PROMPTS, seeds=[0, 1])
+    outputs = generate(row, engine, PROMPTS)
     for seed, (prompt, output) in enumerate(zip(PROMPTS, outputs, strict=True)):
         latents = output.trajectory["final_latents"][None]
         with torch.no_grad():
@@ -175,8 +172,8 @@ def test_a_mixed_batch_equals_one_by_one(row):
     model_config = config(row, cfg=True, noise=0.7)
     prompts = [*PROMPTS, "a dog"]
     engine = rollout(model_config)
-    together = generate(engine, prompts, seeds=[0, 1, 2])
-    alone = generate(engine, prompts, seeds=[0, 1, 2], together=False)
+    together = generate(row, engine, prompts)
+    alone = generate(row, engine, prompts, together=False)
     for one, other in zip(together, alone, strict=True):
         for key in ("final_latents", "all_latents", "rollout_log_probs"):
             torch.testing.assert_close(one.trajectory[key], other.trajectory[key], atol=1e-5, rtol=1e-5)
@@ -185,18 +182,23 @@ def test_a_mixed_batch_equals_one_by_one(row):
 @pytest.mark.parametrize("sde_type", ["sde", "cps", "dance_sde"])
 def test_training_finds_the_log_probs_of_the_rollout(row, sde_type):
     engine = training_engine(config(row, cfg=True, noise=0.7, sde_type=sde_type))
-    data = as_batch(generate(rollout(engine.model_config, engine.module), PROMPTS, seeds=[0, 1]))
+    data = as_batch(generate(row, rollout(engine.model_config, engine.module), PROMPTS))
     with engine.train_mode():
         replayed = engine.infer_batch(data)["model_output"]["log_probs"].view_as(data["rollout_log_probs"])
         ratio = (replayed - data["rollout_log_probs"]).exp()
         torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-6, rtol=0)
         engine.train_batch(data, mean_log_prob)
+        for name, part in engine.parts.items():
+            assert any(p.grad is not None and p.grad.to_local().any() for p in part.parameters()), name
         moved = engine.infer_batch(data)["model_output"]["log_probs"].view_as(ratio)
     assert (moved - replayed).abs().min() > 1e-4
 
 
-def test_lora_loads_into_the_stock_pipeline(row, tmp_path):
+def test_lora_loads_into_the_stock_pipeline(row, tmp_path, request):
     engine = training_engine(config(row, cfg=True, lora_rank=4, lora_alpha=8))
+    if len(engine.parts) > 1:
+        reason = "the export writes one LoRA file, diffusers wants one for each transformer"
+        request.applymarker(pytest.mark.xfail(strict=True, raises=TypeError, reason=reason))
     names = [name for part in engine.parts.values() for name, _ in part.named_modules()]
     for target in engine.adapter.lora_target_modules:
         assert any(f".{name}".endswith(f".{target}") for name in names), target
@@ -206,11 +208,14 @@ def test_lora_loads_into_the_stock_pipeline(row, tmp_path):
         shard.copy_(torch.randn(shard.shape, generator=generator) * 0.1)
     checkpoint_io.export(engine, str(tmp_path))
 
-    pipe = pipeline_class(row.name).from_pretrained(tiny_checkpoint(row.name))
+    pipe = row.pipeline.from_pretrained(tiny_checkpoint(row.name))
     pipe.set_progress_bar_config(disable=True)
     before, _ = draw(pipe, row, PROMPTS[0], 0, cfg=True)
-    pipe.load_lora_weights(str(tmp_path), weight_name="pytorch_lora_weights.safetensors")
+    weights = "pytorch_lora_weights.safetensors"
+    pipe.load_lora_weights(str(tmp_path), weight_name=weights)
+    if "transformer_2" in engine.parts:
+        pipe.load_lora_weights(str(tmp_path / "transformer_2"), weight_name=weights, load_into_transformer_2=True)
     after, _ = draw(pipe, row, PROMPTS[0], 0, cfg=True)
-    (ours,) = generate(rollout(engine.model_config, engine.module), PROMPTS[:1], seeds=[0])
+    (ours,) = generate(row, rollout(engine.model_config, engine.module), PROMPTS[:1])
     assert (after - before).abs().mean() > 1e-3
     torch.testing.assert_close(ours.trajectory["final_latents"][None], after, atol=1e-5, rtol=1e-5)

@@ -6,6 +6,7 @@
 flow-matching models share; a new model overrides what differs.
 """
 
+import dataclasses
 import importlib
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
@@ -148,6 +149,16 @@ class DiffusionModelBase(ABC):
         return model_config.pipeline.true_cfg_scale
 
     @classmethod
+    def unguided(cls, model_config: DiffusionModelConfig) -> DiffusionModelConfig:
+        """The same with classifier-free guidance off. A scale that the transformer itself reads stays as it is."""
+        plain = dataclasses.replace(
+            model_config, pipeline=dataclasses.replace(model_config.pipeline, true_cfg_scale=1.0)
+        )
+        if cls.cfg_scale(plain) > 1:
+            plain.pipeline.guidance_scale = 0.0
+        return plain
+
+    @classmethod
     def combine_cfg(cls, cond: torch.Tensor, uncond: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
         return uncond + cls.cfg_scale(model_config) * (cond - uncond)
 
@@ -159,11 +170,17 @@ class DiffusionModelBase(ABC):
         model_inputs: dict[str, Any],
         negative_model_inputs: dict[str, Any] | None,
     ) -> torch.Tensor:
-        """Guided velocity in float32. Only the conditional half carries a gradient, as in Flow-GRPO."""
+        """Guided velocity in float32. Only the conditional half carries a gradient, as in Flow-GRPO.
+
+        Where the other half is known already, `negative_model_inputs` is just {"velocity": it}.
+        """
         if negative_model_inputs is None:
             return cls.forward(module, model_inputs).float()
-        with torch.no_grad():
-            uncond = cls.forward(module, negative_model_inputs).float()
+        if "velocity" in negative_model_inputs:
+            uncond = negative_model_inputs["velocity"]
+        else:
+            with torch.no_grad():
+                uncond = cls.forward(module, negative_model_inputs).float()
         cond = cls.forward(module, model_inputs).float()
         return cls.combine_cfg(cond, uncond, model_config)
 
@@ -249,6 +266,14 @@ class DiffusionModelBase(ABC):
     @abstractmethod
     def decode_latents(cls, pipe, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
         """Images (B, 3, H, W) or videos (B, F, 3, H, W) in [0, 1]."""
+
+    @classmethod
+    def encode_image(cls, pipe, images: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
+        """Latents (float32) of images (B, 3, H, W) in [0, 1], the inverse of `decode_latents`; for offline training."""
+        raise NotImplementedError(
+            f"{cls.__name__} cannot turn images into latents yet: give its adapter an encode_image, the inverse of its "
+            "decode_latents"
+        )
 
     @classmethod
     def check(cls, model_config: DiffusionModelConfig) -> None:

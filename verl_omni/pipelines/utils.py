@@ -92,6 +92,13 @@ def flow_shift(image_seq_len: int, config: Any) -> float:
     return image_seq_len * slope + y0 - slope * x0
 
 
+def encode_image(pipe: Any, images: torch.Tensor) -> torch.Tensor:
+    """Images in [0, 1] to latents (B, C, h, w), for diffusers' AutoencoderKL: the mean of what the encoder predicts."""
+    config = pipe.vae.config
+    latents = pipe.vae.encode((2 * images - 1).to(pipe.vae)).latent_dist.mode()
+    return (latents.float() - config.shift_factor) * config.scaling_factor
+
+
 def decode_image(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
     """Latents (B, C, h, w) to images in [0, 1], for diffusers' AutoencoderKL."""
     config = pipe.vae.config

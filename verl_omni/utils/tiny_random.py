@@ -5,7 +5,8 @@
 A folder is built without network in about a second, in float32, byte for byte the same for the same seed. Every tiny
 model answers to each of its inputs (prompt, timestep, latents), so that a test that mixes up two of them fails.
 
-A new architecture is one function: a builder, registered under the pipeline's class name, that returns the pipeline.
+A new architecture is one function: a builder, registered under the pipeline's class name, that returns the pipeline. A
+variant of a class has a name after a hyphen, as in WanPipeline-2.2.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from verl_omni.utils.tiny_text import (
 )
 
 if TYPE_CHECKING:
-    from diffusers import AutoencoderKL, DiffusionPipeline
+    from diffusers import AutoencoderKL, DiffusionPipeline, WanTransformer3DModel
 
 BUILDERS: dict[str, Callable[[], "DiffusionPipeline"]] = {}
 
@@ -227,6 +228,56 @@ def z_image() -> "DiffusionPipeline":
         tokenizer=tokenizer,
         transformer=transformer,
     )
+
+
+def wan_transformer() -> "WanTransformer3DModel":
+    from diffusers import WanTransformer3DModel
+
+    transformer = WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=32,
+        freq_dim=32,
+        ffn_dim=48,
+        num_layers=2,
+        rope_max_seq_len=32,
+    )
+    strengthen(transformer, 1.5)
+    return transformer
+
+
+@register_builder("WanPipeline")
+def wan(**config) -> "DiffusionPipeline":
+    """Wan2.1, text to video."""
+    from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline
+
+    tokenizer = t5_tokenizer()
+    vae = AutoencoderKLWan(
+        base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+        latents_mean=[-0.3, 0.2, 0.1, -0.1],
+        latents_std=[1.2, 0.8, 1.5, 0.7],
+    )
+    strengthen(vae.decoder, 2.0)
+    return WanPipeline(
+        tokenizer=tokenizer,
+        text_encoder=t5_encoder(tokenizer, "UMT5"),
+        vae=vae,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        transformer=wan_transformer(),
+        **config,
+    )
+
+
+@register_builder("WanPipeline-2.2")
+def wan_2_2() -> "DiffusionPipeline":
+    """Wan2.2: one transformer for high noise, one for low."""
+    return wan(transformer_2=wan_transformer(), boundary_ratio=0.875)
 
 
 def main() -> None:
