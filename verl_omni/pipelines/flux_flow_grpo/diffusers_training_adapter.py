@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
-from verl_omni.pipelines.utils import clip_ids, decode_image, flow_shift, t5_ids
+from verl_omni.pipelines.utils import clip_ids, decode_image, encode_image, flow_shift, t5_ids
 from verl_omni.workers.config import DiffusionModelConfig
 
 CLIP_LENGTH = 77
@@ -93,3 +93,8 @@ class Flux(DiffusionModelBase):
     def decode_latents(cls, pipe, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
         size = model_config.pipeline
         return decode_image(pipe, pipe._unpack_latents(latents, size.height, size.width, pipe.vae_scale_factor))
+
+    @classmethod
+    def encode_image(cls, pipe, images: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
+        latents = encode_image(pipe, images)
+        return pipe._pack_latents(latents, *latents.shape)

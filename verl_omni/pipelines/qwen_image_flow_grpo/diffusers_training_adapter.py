@@ -115,12 +115,22 @@ class QwenImage(DiffusionModelBase):
     def decode_latents(cls, pipe, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
         size, vae = model_config.pipeline, pipe.vae
         latents = pipe._unpack_latents(latents, size.height, size.width, pipe.vae_scale_factor).to(vae.dtype)
-        mean, std = (
-            torch.tensor(values, device=latents.device, dtype=latents.dtype).view(1, vae.config.z_dim, 1, 1, 1)
-            for values in (vae.config.latents_mean, vae.config.latents_std)
-        )
+        mean, std = cls._latent_statistics(vae, latents)
         image = vae.decode(latents * std + mean, return_dict=False)[0][:, :, 0]
         return pipe.image_processor.postprocess(image, output_type="pt")
+
+    @classmethod
+    def encode_image(cls, pipe, images: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
+        latents = pipe.vae.encode((2 * images[:, :, None] - 1).to(pipe.vae)).latent_dist.mode().float()
+        mean, std = cls._latent_statistics(pipe.vae, latents)
+        batch, channels, _, height, width = latents.shape
+        return pipe._pack_latents((latents - mean) / std, batch, channels, height, width)
+
+    @staticmethod
+    def _latent_statistics(vae, latents: torch.Tensor) -> list[torch.Tensor]:
+        """Mean and standard deviation of each latent channel, shaped and typed for `latents` (B, C, 1, h, w)."""
+        values = (vae.config.latents_mean, vae.config.latents_std)
+        return [torch.tensor(v).to(latents).view(1, vae.config.z_dim, 1, 1, 1) for v in values]
 
     @classmethod
     def check(cls, model_config: DiffusionModelConfig) -> None:

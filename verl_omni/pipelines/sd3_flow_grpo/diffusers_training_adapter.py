@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
-from verl_omni.pipelines.utils import clip_ids, decode_image, flow_shift, read_component_config, t5_ids
+from verl_omni.pipelines.utils import clip_ids, decode_image, encode_image, flow_shift, read_component_config, t5_ids
 from verl_omni.workers.config import DiffusionModelConfig
 
 CLIP_LENGTH = 77
@@ -101,3 +101,7 @@ class StableDiffusion3(DiffusionModelBase):
     @classmethod
     def decode_latents(cls, pipe, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
         return decode_image(pipe, latents)
+
+    @classmethod
+    def encode_image(cls, pipe, images: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
+        return encode_image(pipe, images)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
-from verl_omni.pipelines.utils import check_length, decode_image, flow_shift
+from verl_omni.pipelines.utils import check_length, decode_image, encode_image, flow_shift
 from verl_omni.workers.config import DiffusionModelConfig
 
 
@@ -98,3 +98,7 @@ class ZImage(DiffusionModelBase):
     @classmethod
     def decode_latents(cls, pipe, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
         return decode_image(pipe, latents)
+
+    @classmethod
+    def encode_image(cls, pipe, images: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
+        return encode_image(pipe, images)
