@@ -1,4 +1,4 @@
-"""From prompts to scored trajectories: one asynchronous task a sample, the reward asked for as soon as its image exists."""
+"""From prompts to scored trajectories: one task a sample, its reward asked for as soon as its image exists."""
 
 import asyncio
 import uuid
@@ -18,8 +18,7 @@ from verl_omni.utils.arrays import object_array
 from verl_omni.utils.external_lib import import_external_lib
 from verl_omni.utils.suggest import unknown
 from verl_omni.workers.config import DiffusionModelConfig
-from verl_omni.workers.rollout.base import ImageOutput
-from verl_omni.workers.rollout.diffusers_rollout import pad_and_cat
+from verl_omni.workers.rollout.base import ImageOutput, pad_and_cat
 
 AGENT_LOOPS: dict[str, type["DiffusionAgentLoopBase"]] = {}
 
@@ -112,7 +111,7 @@ class DiffusionAgentLoopWorker:
         name = row.get("agent_name") or self.default_agent
         if name not in AGENT_LOOPS:
             raise ValueError(unknown("agent loop", name, AGENT_LOOPS))
-        for key in ("seed", "init_seed", "sde_window", "position"):
+        for key in ("seed", "init_seed", "sde_window", "position", "sample_id"):
             if row.get(key) is not None:
                 sampling_params[key] = row[key]
         loop = AGENT_LOOPS[name](self.model_config, self.servers[row["server"]])
@@ -171,10 +170,11 @@ class DiffusionAgentLoopManager:
 
     def generate_sequences(self, batch: DataProto) -> DataProto:
         size = len(batch)
-        shares = np.array_split(np.arange(size), self.num_servers)
-        places = [(s, (k, len(share))) for s, share in enumerate(shares) for k in range(len(share))]
-        batch.non_tensor_batch["server"] = object_array([s for s, _ in places])
-        batch.non_tensor_batch["position"] = object_array([p for _, p in places])
+        if "server" not in batch.non_tensor_batch:
+            batch.non_tensor_batch["server"] = object_array([i * self.num_servers // size for i in range(size)])
+        servers = batch.non_tensor_batch["server"].tolist()
+        places = [(servers[:i].count(s), servers.count(s)) for i, s in enumerate(servers)]
+        batch.non_tensor_batch["position"] = object_array(places)
         batch.non_tensor_batch["sample"] = object_array([(i, size) for i in range(size)])
         chunks = [batch[list(c)] for c in np.array_split(np.arange(size), len(self.workers)) if len(c)]
         outputs = ray.get([w.generate_sequences.remote(c) for w, c in zip(self.workers, chunks, strict=False)])

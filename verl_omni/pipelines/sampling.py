@@ -17,7 +17,8 @@ class Trajectory:
     latents: torch.Tensor  # (B, W + 1, ...): before each stored step, and after the last
     timesteps: torch.Tensor  # (B, W)
     log_probs: torch.Tensor  # (B, W)
-    means: torch.Tensor | None  # (B, W, ...), where the loss asks for them
+    means: torch.Tensor | None = None  # (B, W, ...), where the loss asks for them
+    uncond: torch.Tensor | None = None  # (B, W, ...), the unguided half of the velocity, to spare training that forward
 
     def rows(self) -> list[dict[str, torch.Tensor]]:
         """One dict a sample, under the names that the batch carries them by."""
@@ -27,6 +28,7 @@ class Trajectory:
             "all_timesteps": self.timesteps,
             "rollout_log_probs": self.log_probs,
             "old_prev_sample_mean": self.means,
+            "uncond_velocity": self.uncond,
         }
         held = {k: v for k, v in fields.items() if v is not None}
         return [{k: v[i] for k, v in held.items()} for i in range(len(self.final_latents))]
@@ -38,17 +40,17 @@ def as_micro_batch(conditions: Conditions) -> dict[str, torch.Tensor | None]:
     return dict.fromkeys(names) | conditions
 
 
-def velocity(
+def transformer_inputs(
     adapter: type[DiffusionModelBase],
     module: torch.nn.Module,
     model_config: DiffusionModelConfig,
     latents: torch.Tensor,
     timesteps: torch.Tensor,
     conditions: Conditions,
-) -> torch.Tensor:
-    """Guided velocity of samples (B, ...) at timesteps (B,)."""
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """What the transformer is called with for samples (B, ...) at timesteps (B,)."""
     batch = as_micro_batch(conditions)
-    inputs, negative = adapter.prepare_model_inputs(
+    return adapter.prepare_model_inputs(
         module,
         model_config,
         latents=latents[:, None],
@@ -60,7 +62,6 @@ def velocity(
         micro_batch=batch,
         step=0,
     )
-    return adapter.predict_velocity(module, model_config, inputs, negative)
 
 
 @torch.no_grad()
@@ -74,6 +75,7 @@ def denoise(
     generators: list[torch.Generator],
     windows: list[tuple[int, int]],
     keep_means: bool = False,
+    keep_uncond: bool = False,
 ) -> Trajectory:
     """Walk from noise to data: stochastic inside each sample's window [start, end), the Euler ODE outside.
 
@@ -84,6 +86,7 @@ def denoise(
     algo = model_config.algo
     stored = latents.new_zeros(size, length + 1, *latents.shape[1:])
     means = latents.new_zeros(size, length, *latents.shape[1:]) if keep_means else None
+    unconds = latents.new_zeros(size, length, *latents.shape[1:]) if keep_uncond else None
     log_probs = latents.new_zeros(size, length)
     timesteps = scheduler.timesteps.new_zeros(size, length)
 
@@ -96,9 +99,14 @@ def denoise(
         if inside:
             stored[inside, slots] = latents[inside]
             timesteps[inside, slots] = t
+        inputs, negative = transformer_inputs(adapter, module, model_config, latents, step, conditions)
+        if negative is not None:
+            negative = {"velocity": adapter.forward(module, negative).float()}
+            if inside and keep_uncond:
+                unconds[inside, slots] = negative["velocity"][inside]
         latents, log_prob, mean, _ = scheduler.sample_previous_step(
             sample=latents,
-            model_output=velocity(adapter, module, model_config, latents, step, conditions),
+            model_output=adapter.predict_velocity(module, model_config, inputs, negative),
             timestep=step,
             generator=generators,
             noise_level=noise_level,
@@ -109,4 +117,4 @@ def denoise(
             stored[inside, [s + 1 for s in slots]] = latents[inside]
             if keep_means:
                 means[inside, slots] = mean[inside]
-    return Trajectory(latents, stored, timesteps, log_probs, means)
+    return Trajectory(latents, stored, timesteps, log_probs, means, unconds)

@@ -19,6 +19,7 @@ from verl_omni.workers.config import DiffusionActorConfig, DiffusionModelConfig,
 from verl_omni.workers.engine.fsdp.diffusers_impl import EngineRegistry, is_maximum
 from verl_omni.workers.losses import build_loss_function
 from verl_omni.workers.rollout.base import ImageOutput
+from verl_omni.workers.rollout.kept import KeptTrajectories
 
 MODEL_TYPES = {"policy_gradient": "diffusion_model", "direct_preference": "diffusion_preference_model"}
 
@@ -36,6 +37,7 @@ class DiffusionWorker(Worker):
         self.rollout_config: DiffusionRolloutConfig = OmegaConf.to_object(config.actor_rollout_ref.rollout)
         initialize_global_process_group_ray(backend="gloo" if get_device_name() == "cpu" else None)
         self.rollout = None
+        self.kept = KeptTrajectories()
         self._rollout_scope = contextlib.ExitStack()
 
     # ---- set-up --------------------------------------------------------------------------------------
@@ -66,6 +68,7 @@ class DiffusionWorker(Worker):
                 self.engine.module,
                 self.engine.device,
                 self.engine.dtype,
+                autocast=self.engine.autocast,
                 **self.rollout_config.engine_kwargs,
             )
 
@@ -74,6 +77,7 @@ class DiffusionWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start_rollout(self, policy: str = "current") -> None:
         """Gather the weights of one policy on every rank, ready for `generate`."""
+        self.kept.clear()
         scope = contextlib.ExitStack()
         scope.enter_context(self.engine.eval_mode())
         scope.enter_context(self.engine.policy(policy))
@@ -96,9 +100,12 @@ class DiffusionWorker(Worker):
         priority: int = 0,
     ) -> ImageOutput:
         """Tokens in, image out: the same call that a vLLM-Omni server answers."""
-        return await self.rollout.generate(
+        output = await self.rollout.generate(
             prompt_ids, sampling_params, request_id, image_data, video_data, negative_prompt_ids, priority
         )
+        if "sample_id" in sampling_params:
+            return self.kept.keep(sampling_params["sample_id"], output)
+        return output.cpu()
 
     # ---- training ------------------------------------------------------------------------------------
 
@@ -106,21 +113,30 @@ class DiffusionWorker(Worker):
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Log-probabilities of the stored steps under the policy as it is now."""
         with self.engine.eval_mode():
-            output = self.engine.infer_batch(tensors(data))["model_output"]
-        return self._per_step(
-            data, {"old_log_probs": output["log_probs"], "old_prev_sample_mean": output["prev_sample_mean"]}
-        )
+            output = self.engine.infer_batch(self._batch(data))["model_output"]
+        return self._per_step(data, old_log_probs=output["log_probs"], old_prev_sample_mean=output["prev_sample_mean"])
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Means of the stored steps under the reference."""
+        batch = self._batch(data)
+        batch.pop("uncond_velocity", None)  # the policy's, not the reference's
         with self.engine.eval_mode(), self.engine.policy("reference"):
-            output = self.engine.infer_batch(tensors(data))["model_output"]
-        return self._per_step(data, {"ref_prev_sample_mean": output["prev_sample_mean"]})
+            output = self.engine.infer_batch(batch)["model_output"]
+        return self._per_step(data, ref_prev_sample_mean=output["prev_sample_mean"])
 
-    def _per_step(self, data: DataProto, outputs: dict[str, torch.Tensor]) -> DataProto:
-        rows, steps = data.batch["all_timesteps"].shape
-        return DataProto.from_dict({k: v.cpu().unflatten(0, (rows, steps)) for k, v in outputs.items()})
+    def _batch(self, data: DataProto) -> dict[str, torch.Tensor]:
+        """What the driver sent, and what this worker kept of the same samples."""
+        return tensors(data) | self.kept.batch(data)
+
+    def _per_step(self, data: DataProto, **outputs: torch.Tensor) -> DataProto:
+        """Results (pairs, ...) as (samples, steps, ...): kept here with their samples, or sent to the driver."""
+        steps = data.batch["all_timesteps"].shape
+        outputs = {k: v.unflatten(0, steps) for k, v in outputs.items()}
+        if self.kept.holds(data):
+            self.kept.add(data, outputs)
+            return DataProto.from_dict({"sample_id": data.batch["sample_id"]})
+        return DataProto.from_dict({k: v.cpu() for k, v in outputs.items()})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def reset_peak_memory(self) -> None:
@@ -129,13 +145,20 @@ class DiffusionWorker(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_actor(self, data: DataProto) -> dict[str, float]:
         """All optimizer steps of one rollout; `num_mini_batches` and `epochs` are in the batch's meta_info."""
-        batch = tensors(data)
-        size = len(data) // data.meta_info["num_mini_batches"]
+        batch = self._batch(data)
+        size, epochs = len(data) // data.meta_info["num_mini_batches"], data.meta_info["epochs"]
+        minis = [{k: v[i : i + size] for k, v in batch.items()} for i in range(0, len(data), size)]
         history = []
         with self.engine.train_mode():
-            for _ in range(data.meta_info["epochs"]):
-                for start in range(0, len(data), size):
-                    mini = {k: v[start : start + size] for k, v in batch.items()}
+            own = self._takes_own_log_probs()
+            if own:
+                self._recompute_old(minis if epochs > 1 else minis[1:])
+            for epoch in range(epochs):
+                for i, mini in enumerate(minis):
+                    first = epoch == 0 and i == 0
+                    self.loss_function.on_policy = first and own
+                    if not first:
+                        mini.pop("uncond_velocity", None)  # the weights have moved
                     history.append(self.engine.train_batch(mini, self.loss_function)["metrics"])
         metrics = {f"actor/{k}": reduce_history(k, [h[k] for h in history]) for k in history[0]}
         if "ratio_max_dev" in history[0]:  # before the first update rollout and training agree
@@ -144,6 +167,22 @@ class DiffusionWorker(Worker):
         metrics["perf/max_memory_allocated_gb"] = get_torch_device().max_memory_allocated() / gib
         metrics["perf/max_memory_reserved_gb"] = get_torch_device().max_memory_reserved() / gib
         return metrics
+
+    def _takes_own_log_probs(self) -> bool:
+        """Old log-probabilities from the training graph, where the rollout's kernels round differently."""
+        choice = self.actor_config.old_log_probs
+        gradient_of_steps = "log_probs" in self.loss_function.loss_fn.required_model_output_keys
+        return gradient_of_steps and (choice == "train" or (choice is None and not self.engine.rounds_like_rollout))
+
+    def _recompute_old(self, minis: list[dict[str, torch.Tensor]]) -> None:
+        """Before the first update: what later optimizer steps compare with."""
+        for mini in minis:
+            every_step = {k: v for k, v in mini.items() if k != "train_steps"}
+            output = self.engine.infer_batch(every_step, training_graph=True)["model_output"]
+            steps = mini["all_timesteps"].shape
+            mini["old_log_probs"] = output["log_probs"].unflatten(0, steps)
+            if "old_prev_sample_mean" in mini:
+                mini["old_prev_sample_mean"] = output["prev_sample_mean"].unflatten(0, steps)
 
     # ---- checkpoints ---------------------------------------------------------------------------------
 

@@ -14,12 +14,17 @@ class LossFunction:
         self.config = config
         self.name = config.diffusion_loss.loss_mode
         self.loss_fn = get_diffusion_loss_fn(self.name)
+        self.on_policy = False
 
     @property
     def needs_reference(self) -> bool:
         return self.config.use_kl_loss or any(k.startswith("ref_") for k in self.loss_fn.data_keys(self.config))
 
     def __call__(self, model_output: dict[str, torch.Tensor], data: dict[str, torch.Tensor]):
+        if self.on_policy:
+            # The weights have not moved since the rollout: the old policy is this one, whatever kernels sampled.
+            data["old_log_probs"] = model_output["log_probs"].detach()
+            data["old_prev_sample_mean"] = model_output["prev_sample_mean"].detach()
         self.loss_fn.validate_inputs(loss_name=self.name, model_output=model_output, data=data)
         result = self.loss_fn(config=self.config, model_output=model_output, data=data)
         if self.config.use_kl_loss and "ref_prev_sample_mean" in data:

@@ -244,18 +244,21 @@ class BaseRayDiffusionTrainer:
         """One step on one batch of prompts: (the batch with its rewards, metrics)."""
         raise NotImplementedError
 
-    def _update_actor(self, batch: DataProto, samples_per_prompt: int) -> dict[str, float]:
-        """Optimizer steps over the batch, the same ones whatever the number of ranks."""
+    def _training_order(self, rows: int, samples_per_prompt: int) -> torch.Tensor:
+        """Row order of this step's update: the same mini-batches whatever the number of ranks."""
         actor = self.config.actor_rollout_ref.actor
-        minis = len(batch) // (actor.ppo_mini_batch_size * samples_per_prompt)
-        order = minibatch_order(
-            len(batch) // samples_per_prompt,
+        return minibatch_order(
+            rows // samples_per_prompt,
             samples_per_prompt,
-            minis,
+            rows // (actor.ppo_mini_batch_size * samples_per_prompt),
             self.actor_wg.world_size,
             seed=self.config.trainer.seed + self.global_step if actor.shuffle else None,
         )
-        batch = batch[order]
+
+    def _update_actor(self, batch: DataProto, samples_per_prompt: int) -> dict[str, float]:
+        """Optimizer steps over a batch that is in training order."""
+        actor = self.config.actor_rollout_ref.actor
+        minis = len(batch) // (actor.ppo_mini_batch_size * samples_per_prompt)
         batch.meta_info = {"num_mini_batches": minis, "epochs": actor.ppo_epochs}
         return self.actor_wg.update_actor(batch)[0]
 

@@ -25,3 +25,26 @@ def train_steps(shape: tuple[int, int], fraction: float, seed: int) -> torch.Ten
     count = max(1, math.ceil(steps * fraction - 1e-9))
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(samples, steps, generator=generator).argsort(dim=1)[:, :count].sort(dim=1).values
+
+
+def deal_units(
+    units: int, mini_batches: int, ranks: int, seed: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Spread any number of units over mini-batches and ranks so that the update depends on neither ranks nor remainder.
+
+    A mini-batch holds the same units for any number of ranks. Where they do not divide among the ranks, the first unit
+    fills the gap with share 0: every rank takes part in every forward, and no copy counts.
+
+    Returns the units in rank order, each one's share of its rank's mean, and the units a rank has of each mini-batch.
+    """
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    order = torch.arange(units) if generator is None else torch.randperm(units, generator=generator)
+    dealt, shares, sizes = [], [], []
+    for mini in order.tensor_split(min(mini_batches, units)):
+        per_rank = math.ceil(len(mini) / ranks)
+        gap = per_rank * ranks - len(mini)
+        dealt.append(torch.cat([mini, mini[:1].expand(gap)]).reshape(ranks, per_rank))
+        share = torch.full((len(mini),), ranks / len(mini), dtype=torch.float64)
+        shares.append(torch.cat([share, share.new_zeros(gap)]).reshape(ranks, per_rank))
+        sizes.append(per_rank)
+    return torch.cat(dealt, dim=1).reshape(-1), torch.cat(shares, dim=1).reshape(-1), sizes

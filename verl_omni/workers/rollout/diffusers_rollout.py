@@ -5,7 +5,9 @@ answers the same `generate` call as a vLLM-Omni server.
 """
 
 import collections
+import contextlib
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,7 @@ from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
 from verl_omni.pipelines.sampling import denoise
 from verl_omni.utils.batcher import Batcher
 from verl_omni.workers.config import DiffusionModelConfig, DiffusionPipelineConfig, DiffusionRolloutConfig
-from verl_omni.workers.rollout.base import ImageOutput
+from verl_omni.workers.rollout.base import ImageOutput, pad_and_cat
 
 PIPELINE_KEYS = tuple(f.name for f in dataclasses.fields(DiffusionPipelineConfig))
 
@@ -36,10 +38,12 @@ class DiffusersRollout:
         module: torch.nn.Module,
         device: torch.device,
         dtype: torch.dtype,
+        autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
         prompt_cache_size: int = 4096,
     ):
         self.config, self.model_config, self.module, self.device = config, model_config, module, device
         self.adapter = DiffusionModelBase.get_class(model_config)
+        self.autocast = autocast
         self.pipe = self.adapter.load_pipeline(model_config, device, dtype)
         self.batcher = Batcher(self.run_batch, config.max_num_seqs, config.request_batch_max_wait_ms / 1000)
         self._prompts: collections.OrderedDict[tuple, Conditions] = collections.OrderedDict()
@@ -81,20 +85,22 @@ class DiffusersRollout:
                 generators[i] = self._generator(request.params["seed"])
 
         keep = params.get("keep_trajectory", False)
-        trajectory = denoise(
-            self.adapter,
-            self.module,
-            scheduler,
-            model_config,
-            latents,
-            {k: v.to(self.device) for k, v in stack_conditions(conditions).items()},
-            generators,
-            windows=[tuple(r.params.get("sde_window") or (0, 0)) for r in requests],
-            keep_means=params.get("keep_means", False),
-        )
+        with self.autocast():
+            trajectory = denoise(
+                self.adapter,
+                self.module,
+                scheduler,
+                model_config,
+                latents,
+                {k: v.to(self.device) for k, v in stack_conditions(conditions).items()},
+                generators,
+                windows=[tuple(r.params.get("sde_window") or (0, 0)) for r in requests],
+                keep_means=params.get("keep_means", False),
+                keep_uncond=params.get("keep_uncond", False),
+            )
         images = self.adapter.decode_latents(self.pipe, trajectory.final_latents, model_config)
         images = (images.float() * 255).round().to(torch.uint8).cpu()
-        rows = [{k: v.cpu() for k, v in row.items()} for row in trajectory.rows()]
+        rows = trajectory.rows()
         return [
             ImageOutput(image, row if keep else {}, {k: v[0] for k, v in cond.items()} if keep else {})
             for image, row, cond in zip(images, rows, conditions, strict=True)
@@ -137,16 +143,3 @@ class DiffusersRollout:
 def stack_conditions(rows: list[Conditions]) -> Conditions:
     """Batch the features of single prompts; sequences (B, L, ...) of different length are padded with zeros."""
     return {name: pad_and_cat([row[name] for row in rows]) for name in rows[0]}
-
-
-def pad_and_cat(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate along the batch dimension; where dimension 1 differs, pad it at its end."""
-    if len({t.shape[1:] for t in tensors}) == 1:
-        return torch.cat(tensors)
-    longest = max(t.shape[1] for t in tensors)
-    padded = tensors[0].new_zeros(sum(len(t) for t in tensors), longest, *tensors[0].shape[2:])
-    row = 0
-    for t in tensors:
-        padded[row : row + len(t), : t.shape[1]] = t
-        row += len(t)
-    return padded

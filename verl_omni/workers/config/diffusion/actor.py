@@ -42,6 +42,11 @@ class FSDPConfig:
     model_dtype: str | None = knob(
         None, "dtype that weights are held in; null: float32, but `dtype` for the frozen weights under LoRA"
     )
+    use_torch_compile: bool | None = knob(None, "compile the transformer blocks; null: on a GPU")
+    fold_lora: bool | None = knob(
+        None, "fold LoRA into a second copy of its weights for the rollout; null: on a GPU that has room for it"
+    )
+    attention_backend: str | None = knob(None, "diffusers attention backend, such as _native_cudnn; null: its default")
     param_offload: bool = knob(False, "keep weights in CPU memory between stages")
     optimizer_offload: bool = knob(False, "keep optimizer state in CPU memory between updates")
     seed: int = knob(0, "seed of what the engine initialises (LoRA weights)")
@@ -62,6 +67,10 @@ class DiffusionActorConfig:
     shuffle: bool = knob(False, "shuffle prompts between mini-batches")
     use_kl_loss: bool = knob(False, "add a KL term to the reference model")
     kl_loss_coef: float = knob(0.04, "weight of the KL term")
+    old_log_probs: str | None = knob(
+        None, "old log-probabilities from the rollout, or from train (its own kernels); null: from whichever is exact"
+    )
+    reuse_uncond: bool = knob(True, "under CFG, the first optimizer step takes the rollout's own unconditional half")
     ema_decay: float = knob(0.0, "decay of a moving average of the trained weights, used for validation; 0: none")
     diffusion_loss: DiffusionLossConfig = knob(DiffusionLossConfig, "")
     optim: OptimizerConfig = knob(OptimizerConfig, "")

@@ -3,13 +3,11 @@
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from verl.utils.device import get_device_id, get_device_name
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (verl asks for a platform when it is imported)
@@ -19,10 +17,12 @@ with warnings.catch_warnings():  # verl announces every engine whose package is 
     from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 
 from verl_omni.pipelines.model_base import DiffusionModelBase
-from verl_omni.pipelines.sampling import as_micro_batch
+from verl_omni.pipelines.sampling import transformer_inputs
 from verl_omni.workers.config import CheckpointConfig, DiffusionModelConfig, FSDPConfig, OptimizerConfig
 from verl_omni.workers.engine.fsdp import checkpoint_io
+from verl_omni.workers.engine.fsdp.lora import FoldedLora, add_lora
 from verl_omni.workers.engine.fsdp.pairs import micro_batches
+from verl_omni.workers.engine.fsdp.parallel import compile_blocks, shard
 from verl_omni.workers.engine.fsdp.policies import Policies, fsdp_modules, local, reshard
 
 LossFunction = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], Any]
@@ -58,6 +58,7 @@ class DiffusersFSDPEngine(BaseEngine):
         self.dtype, self.model_dtype = resolve_dtypes(engine_config, self.device, lora=model_config.lora_rank > 0)
         self.mode: str | None = None
         self.micro_batch_size = 16
+        self.rows_per_unit = 1
         self.ema_decay = 0.0
 
     # ---- construction --------------------------------------------------------------------------------
@@ -68,54 +69,29 @@ class DiffusersFSDPEngine(BaseEngine):
         self.module = self.adapter.load_module(self.model_config, self.model_dtype)
         self.parts = self.adapter.trained_modules(self.module)
         if self.model_config.lora_rank > 0:
-            self._add_lora()
-        if self.model_config.enable_gradient_checkpointing:
-            for part in self.parts.values():
+            add_lora(self.parts, self.model_config, self.adapter)
+        if self.model_config.lora_path:
+            checkpoint_io.load_lora(self.model_config, self.parts)
+        for part in self.parts.values():
+            if self.model_config.enable_gradient_checkpointing:
                 part.enable_gradient_checkpointing()
+            if self.engine_config.attention_backend:
+                part.set_attention_backend(self.engine_config.attention_backend)
         self.module.to(self.device)
-        self._shard()
+        self.compiled = on_gpu(self.engine_config.use_torch_compile, self.device)
+        if self.compiled:
+            compile_blocks(self.parts)
+        # A single rank has nothing to share: it trains the module as it is, under autocast.
+        self.sharded = dist.get_world_size() > 1
+        if self.sharded:
+            self.mesh = shard(self.parts, self.engine_config, self.device, self.dtype)
+        self.folded_lora = FoldedLora(self.parts.values()) if self._folds_lora() else None
         self.parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         self._build_optimizer()
         self.policies = Policies(self.parameters, offload=self.engine_config.param_offload)
         self.scheduler = self.adapter.build_scheduler(self.model_config)
         self.adapter.set_timesteps(self.scheduler, self.model_config, self.device)
         self.to("cpu", model=self.is_param_offload_enabled, optimizer=False, grad=False)
-
-    def _add_lora(self) -> None:
-        from peft import LoraConfig
-
-        targets = self.model_config.target_modules or self.adapter.lora_target_modules
-        config = LoraConfig(
-            r=self.model_config.lora_rank,
-            lora_alpha=self.model_config.lora_alpha,
-            init_lora_weights=self.model_config.lora_init if self.model_config.lora_init != "default" else True,
-            target_modules=targets if isinstance(targets, str) else list(targets),
-        )
-        for part in self.parts.values():
-            part.requires_grad_(False)
-            part.add_adapter(config)
-        for parameter in self.module.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
-        if self.model_config.lora_path:
-            checkpoint_io.load_lora(self.model_config, self.parts)
-
-    def _shard(self) -> None:
-        world = dist.get_world_size()
-        size = world if self.engine_config.fsdp_size in (-1, 0) else self.engine_config.fsdp_size
-        if world % size:
-            raise ValueError(f"fsdp_size={size} does not divide the {world} ranks")
-        shape, names = ((world,), ("fsdp",)) if size == world else ((world // size, size), ("ddp", "fsdp"))
-        self.mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
-        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
-        # A single rank has nothing to give back: its weights stay gathered.
-        keep = {"reshard_after_forward": self.engine_config.reshard_after_forward and world > 1}
-        for part in self.parts.values():
-            blocks = set(part._repeated_blocks or part._no_split_modules or [])
-            for child in part.modules():
-                if type(child).__name__ in blocks:
-                    fully_shard(child, mesh=self.mesh, mp_policy=policy, **keep)
-            fully_shard(part, mesh=self.mesh, mp_policy=policy, **keep)
 
     def _build_optimizer(self) -> None:
         config = self.optimizer_config
@@ -127,6 +103,22 @@ class DiffusersFSDPEngine(BaseEngine):
             arguments |= {"fused": True} if self.device.type == "cuda" else {}
         self.optimizer = getattr(torch.optim, config.optimizer)(list(self.parameters.values()), **arguments)
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lr_factor(config))
+
+    def _folds_lora(self) -> bool:
+        """By default where the second copy of the adapted weights takes less than 40 % of a GPU's memory."""
+        if self.model_config.lora_rank == 0 or self.sharded or self.engine_config.fold_lora is False:
+            return False
+        if self.engine_config.fold_lora is None:
+            if self.device.type != "cuda":
+                return False
+            memory = torch.cuda.get_device_properties(self.device).total_memory
+            return FoldedLora.bytes_needed(self.parts.values()) < 0.4 * memory
+        return True
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """FSDP casts weights by itself; an unsharded module computes in `dtype` under autocast."""
+        mixed = not self.sharded and self.dtype != torch.float32
+        return torch.autocast(self.device.type, self.dtype) if mixed else contextlib.nullcontext()
 
     def keep_reference(self) -> None:
         """Full fine-tuning: remember the starting weights. With LoRA the reference is the model without adapters."""
@@ -177,15 +169,18 @@ class DiffusersFSDPEngine(BaseEngine):
                 part.enable_adapters()
 
     def gather(self) -> None:
-        """Every rank holds the whole model until `release`, so that ranks may generate without waiting for each other."""
+        """Every rank holds the whole model, ready to generate, until `release`; no rank waits for another."""
+        if self.folded_lora is not None:
+            self.folded_lora.swap_in()
         for module in fsdp_modules(self.parts.values()):
             module.set_reshard_after_forward(False, recurse=False)
             module.unshard()
 
     def release(self) -> None:
-        keep = self.engine_config.reshard_after_forward and dist.get_world_size() > 1
+        if self.folded_lora is not None:
+            self.folded_lora.swap_out()
         for module in fsdp_modules(self.parts.values()):
-            module.set_reshard_after_forward(keep, recurse=False)
+            module.set_reshard_after_forward(self.engine_config.reshard_after_forward, recurse=False)
         reshard(self.parts.values())
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
@@ -201,6 +196,10 @@ class DiffusersFSDPEngine(BaseEngine):
                         state[key] = value.to(target)
 
     # ---- forward, backward, step ---------------------------------------------------------------------
+
+    def before_update(self, data: dict[str, torch.Tensor], anchors: Mapping[str, str]) -> dict[str, torch.Tensor]:
+        """Add to a mini-batch what has to be computed before the first optimizer step."""
+        return data
 
     def prepare_model_outputs(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What the loss sees of the model. Subclasses say what that is."""
@@ -220,9 +219,16 @@ class DiffusersFSDPEngine(BaseEngine):
         return result.loss, {"model_output": output if forward_only else {}, "metrics": metrics}
 
     def forward_backward_batch(
-        self, data: dict[str, torch.Tensor], loss_function: LossFunction | None, forward_only: bool = False
+        self,
+        data: dict[str, torch.Tensor],
+        loss_function: LossFunction | None,
+        forward_only: bool = False,
+        training_graph: bool = False,
     ) -> dict[str, Any]:
-        """All micro-batches. The gradient is that of the mean over all pairs, however they are split."""
+        """All micro-batches. The gradient is that of the mean over all pairs, however they are split.
+
+        `training_graph` runs a forward as training would, for kernels that round differently without a gradient.
+        """
         data = {k: v.to(self.device) for k, v in data.items()}
         batches = list(self.split(data))
         outputs, metrics = [], {}
@@ -231,7 +237,7 @@ class DiffusersFSDPEngine(BaseEngine):
             for module in fsdp_modules(self.parts.values()):
                 module.set_requires_gradient_sync(last, recurse=False)
                 module.set_is_last_backward(last)
-            with torch.set_grad_enabled(not forward_only):
+            with torch.set_grad_enabled(training_graph or not forward_only), self.autocast():
                 loss, out = self.forward_step(micro_batch, loss_function, forward_only)
             if not forward_only:
                 (loss * share).backward()
@@ -251,9 +257,18 @@ class DiffusersFSDPEngine(BaseEngine):
         output["metrics"]["lr"] = self.lr_scheduler_step()
         return output
 
-    def infer_batch(self, data: dict[str, torch.Tensor], loss_function: LossFunction | None = None) -> dict[str, Any]:
-        with torch.no_grad():
-            return self.forward_backward_batch(data, loss_function, forward_only=True)
+    def infer_batch(
+        self,
+        data: dict[str, torch.Tensor],
+        loss_function: LossFunction | None = None,
+        training_graph: bool = False,
+    ) -> dict[str, Any]:
+        return self.forward_backward_batch(data, loss_function, forward_only=True, training_graph=training_graph)
+
+    @property
+    def rounds_like_rollout(self) -> bool:
+        """Whether training reproduces the rollout's log-probabilities to 1e-6."""
+        return self.dtype == torch.float32 and not self.compiled and self.folded_lora is None
 
     def optimizer_zero_grad(self) -> None:
         self.optimizer.zero_grad()
@@ -262,7 +277,8 @@ class DiffusersFSDPEngine(BaseEngine):
         """Clip, step, move the average; the gradient's norm before clipping."""
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
         squares = torch.stack([local(g).float().square().sum() for g in grads]).sum()
-        dist.all_reduce(squares, group=self.mesh.get_group("fsdp"))
+        if self.sharded:
+            dist.all_reduce(squares, group=self.mesh.get_group("fsdp"))
         norm = math.sqrt(squares.item())
         if not math.isfinite(norm):
             raise FloatingPointError(
@@ -334,31 +350,19 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
 
     def prepare_model_outputs(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """log_probs (N,), prev_sample_mean (N, ...) and std_dev_t (N, 1, ...) of N stored (sample, step) pairs."""
-        batch = as_micro_batch(micro_batch)
-        inputs, negative = self.adapter.prepare_model_inputs(
-            self.module,
-            self.model_config,
-            latents=batch["latents"],
-            timesteps=batch["timesteps"],
-            prompt_embeds=batch["prompt_embeds"],
-            prompt_embeds_mask=batch["prompt_embeds_mask"],
-            negative_prompt_embeds=batch["negative_prompt_embeds"],
-            negative_prompt_embeds_mask=batch["negative_prompt_embeds_mask"],
-            micro_batch=batch,
-            step=0,
+        sample, timestep = micro_batch["latents"][:, 0], micro_batch["timesteps"][:, 0]
+        inputs, negative = transformer_inputs(
+            self.adapter, self.module, self.model_config, sample, timestep, micro_batch
         )
-        timestep = batch["timesteps"][:, 0]
+        if negative is not None and "uncond_velocity" in micro_batch:
+            negative = {"velocity": micro_batch["uncond_velocity"]}
         log_probs, mean, std_dev_t = self.adapter.forward_and_sample_previous_step(
             self.module,
             self.scheduler,
             self.model_config,
             inputs,
             negative,
-            scheduler_inputs={
-                "sample": batch["latents"][:, 0],
-                "prev_sample": batch["prev_latents"],
-                "timestep": timestep,
-            },
+            scheduler_inputs={"sample": sample, "prev_sample": micro_batch["prev_latents"], "timestep": timestep},
             step=0,
         )
         micro_batch["sqrt_dt"] = self.scheduler.sqrt_neg_dt(timestep)
@@ -373,6 +377,11 @@ def resolve_dtypes(config: FSDPConfig, device: torch.device, lora: bool) -> tupl
     if config.model_dtype:
         return compute, getattr(torch, config.model_dtype)
     return compute, compute if lora else torch.float32
+
+
+def on_gpu(setting: bool | None, device: torch.device) -> bool:
+    """A setting whose default is yes on a GPU and no on a CPU."""
+    return device.type == "cuda" if setting is None else setting
 
 
 def lr_factor(config: OptimizerConfig) -> Callable[[int], float]:

@@ -1,7 +1,7 @@
 """A batch of trajectories as a flat batch of (sample, step) pairs.
 
-Denoising steps are a batch dimension: a mini-batch of B samples with W trained steps is B * W independent pairs, and any
-split of them into micro-batches gives the same gradient.
+Denoising steps are a batch dimension: a mini-batch of B samples with W trained steps is B * W independent pairs, and
+any split of them into micro-batches gives the same gradient.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import torch
 # What exists once for each step of a sample, (B, W, ...). Everything else exists once for each sample.
 STEP_KEYS = (
     "all_timesteps", "old_log_probs", "rollout_log_probs", "advantages", "returns", "rollout_is_weights",
-    "old_prev_sample_mean", "ref_prev_sample_mean",
+    "old_prev_sample_mean", "ref_prev_sample_mean", "uncond_velocity",
 )  # fmt: skip
 
 
@@ -43,6 +43,6 @@ def take_pairs(data: dict[str, torch.Tensor], rows: torch.Tensor, steps: torch.T
     for key, value in data.items():
         if key in STEP_KEYS:
             batch[key] = value[rows, steps]
-        elif key not in ("all_latents", "final_latents", "train_steps"):
+        elif key not in ("all_latents", "final_latents", "train_steps", "sample_id"):
             batch[key] = value[rows]
     return batch

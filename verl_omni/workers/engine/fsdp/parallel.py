@@ -1,0 +1,53 @@
+"""How a module is compiled and spread over ranks."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from verl_omni.workers.config import FSDPConfig
+
+
+def repeated_blocks(part: torch.nn.Module) -> list[torch.nn.Module]:
+    """The transformer blocks: what diffusers itself names as the unit of compiling and of placement."""
+    names = set(getattr(part, "_repeated_blocks", None) or getattr(part, "_no_split_modules", None) or [])
+    return [m for m in part.modules() if type(m).__name__ in names]
+
+
+def compile_blocks(parts: dict[str, torch.nn.Module]) -> None:
+    """Compile each repeated block. Kernels are cached on disk, so that the next start finds them.
+
+    Gradient or none, adapters on or off, and each kind of block are graphs of their own: dynamo's default limit of 8
+    would silently go back to eager. Here the limit is higher, and going over it is an error.
+    """
+    import torch._dynamo as dynamo
+
+    cache = os.path.join(os.path.expanduser("~"), ".cache", "verl_omni", "inductor")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+    dynamo.config.recompile_limit = 64
+    dynamo.config.accumulated_recompile_limit = 1024
+    dynamo.config.fail_on_recompile_limit_hit = True
+    for part in parts.values():
+        for block in repeated_blocks(part):
+            block.compile()
+
+
+def shard(
+    parts: dict[str, torch.nn.Module], config: FSDPConfig, device: torch.device, dtype: torch.dtype
+) -> DeviceMesh:
+    """FSDP2 over all ranks, or over groups of `fsdp_size` that hold copies of each other."""
+    world = dist.get_world_size()
+    size = world if config.fsdp_size in (-1, 0) else config.fsdp_size
+    if world % size:
+        raise ValueError(f"actor_rollout_ref.actor.fsdp_config.fsdp_size={size} does not divide the {world} ranks")
+    shape, names = ((world,), ("fsdp",)) if size == world else ((world // size, size), ("ddp", "fsdp"))
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    options = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": config.reshard_after_forward}
+    for part in parts.values():
+        for block in repeated_blocks(part):
+            fully_shard(block, **options)
+        fully_shard(part, **options)
+    return mesh
