@@ -65,10 +65,14 @@ def save(engine: "DiffusersFSDPEngine", path: str) -> None:
 
 def load(engine: "DiffusersFSDPEngine", path: str) -> None:
     contents = engine.checkpoint_config.load_contents
+    folder = os.path.join(path, "state")
+    if "optimizer" in contents:  # torch then makes an empty state for every parameter, to be filled from the file
+        engine.optimizer.zero_grad()
+        engine.optimizer.state.clear()
     state = _state(engine, contents)
+    _check_fit(state, folder)
     # A parameter that never got a gradient (a last block's text output) has no optimizer state to load.
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
-    dcp.load(state, checkpoint_id=os.path.join(path, "state"), planner=planner)
+    dcp.load(state, checkpoint_id=folder, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
     if "model" in contents:
         set_model_state_dict(
             engine.module, state["model"], options=StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -81,6 +85,27 @@ def load(engine: "DiffusersFSDPEngine", path: str) -> None:
         set_optimizer_state_dict(engine.module, engine.optimizer, state["optimizer"], options=OPTIONS)
     if "extra" in contents:
         engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+
+
+def _check_fit(state: dict, folder: str) -> None:
+    """Refuse a checkpoint that lacks weights of this run or has them in another shape, before anything is loaded."""
+    if not os.path.isfile(os.path.join(folder, ".metadata")):
+        raise ValueError(
+            f"{folder} holds no training state to resume from: was it saved with "
+            "actor_rollout_ref.actor.checkpoint.save_contents without model?"
+        )
+    held = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    needed = {f"model.{name}": tensor for name, tensor in state.get("model", {}).items()}
+    for policy, copy in state.get("policies", {}).items():
+        needed |= {f"policies.{policy}.{name}": tensor for name, tensor in copy.items()}
+    for name, tensor in needed.items():
+        found = tuple(held[name].size) if name in held else "nothing"
+        if found != tuple(tensor.shape):
+            raise ValueError(
+                f"{folder} does not fit this run: for {name} of shape {tuple(tensor.shape)} it holds {found}. Resume "
+                "with the settings of the run that wrote it (model, lora_rank, ema_decay, use_kl_loss), or start anew "
+                "with trainer.resume_mode=disable"
+            )
 
 
 def export(engine: "DiffusersFSDPEngine", folder: str) -> None:
