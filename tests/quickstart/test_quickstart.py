@@ -1,0 +1,129 @@
+import dataclasses
+import json
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from diffusers import QwenImagePipeline
+
+from verl_omni.quickstart import checkpoint, task
+from verl_omni.quickstart.checkpoint import Recipe, build_checkpoint
+from verl_omni.quickstart.data import write_data
+from verl_omni.utils.reward_score.ocr import compute_score_ocr
+
+SHORT = Recipe(images_per_number=1, vae_steps=2, vae_batch=2, transformer_steps=2, transformer_batch=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return build_checkpoint(tmp_path_factory.mktemp("quickstart") / "model", SHORT)
+
+
+def weights(folder) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*.safetensors"))}
+
+
+def test_split_covers_all_numbers_once():
+    train, held_out = task.split_numbers()
+    assert (len(train), len(held_out)) == (800, 200)
+    assert sorted(train + held_out) == [f"{n:03d}" for n in range(1000)]
+    assert task.split_numbers() == (train, held_out)
+
+
+def test_signs_are_dark_numbers_on_light_ground():
+    rng = np.random.default_rng(0)
+    signs = [task.draw_sign("407", rng) for _ in range(50)]
+    assert {(sign.shape, sign.dtype) for sign in signs} == {((16, 32, 3), np.dtype("uint8"))}
+    border = np.stack(signs)[:, [0, -1]].mean()
+    assert border > 195 and all(sign.min() < 130 for sign in signs)
+    assert np.array_equal(task.draw_sign("407", np.random.default_rng(0)), signs[0])
+
+
+def test_the_ocr_reads_the_signs():
+    pytest.importorskip("rapidocr")
+    rng = np.random.default_rng(0)
+    numbers = task.split_numbers()[1][:40]
+    results = compute_score_ocr([task.draw_sign(number, rng) for number in numbers], numbers)
+    assert np.mean([result["exact"] for result in results]) > 0.95
+
+
+def test_prompts_in_verls_layout(tmp_path):
+    for path, split, numbers in zip(write_data(tmp_path), ("train", "val"), task.split_numbers(), strict=True):
+        assert path == tmp_path / f"{split}.parquet"
+        rows = pq.read_table(path).to_pylist()
+        assert [row["reward_model"] for row in rows] == [{"style": "rule", "ground_truth": n} for n in numbers]
+        assert rows[3] == {
+            "data_source": "ocr",
+            "prompt": [{"role": "user", "content": f'a sign that reads "{numbers[3]}"'}],
+            "reward_model": {"style": "rule", "ground_truth": numbers[3]},
+            "extra_info": {"split": split, "index": 3},
+        }
+
+
+def test_stock_diffusers_draws_from_the_folder(folder):
+    pipeline = QwenImagePipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    assert {p.dtype for part in (pipeline.vae, pipeline.transformer) for p in part.parameters()} == {torch.float32}
+    embeds, mask = pipeline.encode_prompt([task.prompt_for("407"), task.prompt_for("083")])
+    # a, sign, that, reads, quote, three digits, quote, end, newline, start, assistant, newline
+    assert embeds.shape == (2, 14, 64) and mask is None
+    image = pipeline(task.prompt_for("407"), height=16, width=32, num_inference_steps=2, output_type="np").images[0]
+    assert image.shape == (16, 32, 3) and np.isfinite(image).all()
+
+
+def test_latents_are_standardised_by_the_config(folder):
+    """Encoding training signs and normalising with the config, as the pipelines do, gives mean 0 and deviation 1."""
+    vae = QwenImagePipeline.from_pretrained(folder).vae
+    rng = np.random.default_rng(SHORT.seed)
+    signs = np.stack([task.draw_sign(number, rng) for number in task.split_numbers()[0]])
+    images = torch.from_numpy(signs).permute(0, 3, 1, 2)[:, :, None] / 127.5 - 1
+    with torch.no_grad():
+        latents = vae.encode(images).latent_dist.mean
+    mean, std = (
+        torch.tensor(value).view(1, -1, 1, 1, 1) for value in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    normalised = (latents - mean) / std
+    assert normalised.mean((0, 2, 3, 4)).abs().max() < 1e-3
+    assert (normalised.std((0, 2, 3, 4)) - 1).abs().max() < 1e-3
+
+
+def test_same_recipe_gives_the_same_weights(folder, tmp_path):
+    torch.manual_seed(99)
+    assert weights(build_checkpoint(tmp_path / "again", SHORT)) == weights(folder)
+
+
+def test_a_finished_checkpoint_is_kept_and_another_recipe_replaces_it(tmp_path, monkeypatch):
+    trained = []
+
+    class Saved:
+        def save_pretrained(self, out):
+            out.mkdir(parents=True)
+            (out / "weights").write_text("whole")
+
+    monkeypatch.setattr(checkpoint, "_train", lambda recipe, device: trained.append(recipe) or Saved())
+    other = dataclasses.replace(SHORT, transformer_steps=3)
+    for recipe in (SHORT, SHORT, other, other):
+        assert build_checkpoint(tmp_path / "model", recipe) == tmp_path / "model"
+    assert trained == [SHORT, other]
+    assert json.loads((tmp_path / "model" / "recipe.json").read_text())["transformer_steps"] == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["model"], "nothing unfinished is left"
+
+
+def test_a_broken_save_leaves_no_checkpoint(tmp_path, monkeypatch):
+    class Broken:
+        def save_pretrained(self, out):
+            out.mkdir(parents=True)
+            raise OSError("disk full")
+
+    monkeypatch.setattr(checkpoint, "_train", lambda recipe, device: Broken())
+    with pytest.raises(OSError, match="disk full"):
+        build_checkpoint(tmp_path / "model", SHORT)
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_folder_of_something_else_is_not_overwritten(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(FileExistsError, match="not a quickstart checkpoint"):
+        build_checkpoint(tmp_path, SHORT)
+    assert (tmp_path / "thesis.tex").exists()

@@ -1,0 +1,212 @@
+"""A small Qwen-Image checkpoint that draws three-digit numbers badly: what the quickstart starts from.
+
+All parts are diffusers' and transformers' own classes, and the result is a folder for ``QwenImagePipeline``. VAE and
+transformer are trained from scratch on drawn signs, with the training numbers only; the text encoder keeps its random
+weights, which are enough to tell ten digits apart. The transformer stops early on purpose: what it draws is read
+correctly about half of the time, and the rest is left for reinforcement learning.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from verl_omni.quickstart import task
+from verl_omni.utils.single_frame_vae import speed_up_single_frames
+from verl_omni.utils.tiny_random import QWEN_IMAGE_PREFIX
+from verl_omni.utils.tiny_text import qwen_text_encoder, qwen_tokenizer
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
+
+STAMP = "recipe.json"
+TEXT_WIDTH = 64
+LATENT_CHANNELS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How the checkpoint is trained."""
+
+    seed: int = 0
+    images_per_number: int = 8
+    vae_steps: int = 200
+    vae_batch: int = 16
+    vae_lr: float = 5e-3
+    vae_kl: float = 1e-3
+    transformer_steps: int = 1000
+    transformer_batch: int = 32
+    transformer_lr: float = 2e-3
+
+    def fingerprint(self) -> str:
+        """Changes with any of these settings and with the code that draws the signs and trains on them."""
+        digest = hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode())
+        for source in (task.__file__, __file__):
+            digest.update(Path(source).read_bytes())
+        return digest.hexdigest()
+
+
+def build_checkpoint(out: str | Path, recipe: Recipe | None = None) -> Path:
+    """Train the checkpoint into the folder ``out``, unless that holds the result of the same recipe already.
+
+    Runs on the GPU if there is one. The folder appears only when it is complete.
+    """
+    out, recipe = Path(out), recipe or Recipe()
+    fingerprint = recipe.fingerprint()
+    stamp = out / STAMP
+    if stamp.is_file() and json.loads(stamp.read_text())["fingerprint"] == fingerprint:
+        return out
+    if out.exists() and not stamp.is_file():
+        raise FileExistsError(f"{out} exists and is not a quickstart checkpoint: choose another folder or remove it")
+
+    with torch.random.fork_rng():
+        torch.manual_seed(recipe.seed)
+        pipeline = _train(recipe, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+    unfinished = out.with_name(f"{out.name}.unfinished-{os.getpid()}")
+    pipeline.save_pretrained(unfinished)
+    (unfinished / STAMP).write_text(json.dumps({"fingerprint": fingerprint, **dataclasses.asdict(recipe)}, indent=2))
+    if out.exists():
+        shutil.rmtree(out)
+    unfinished.rename(out)
+    return out
+
+
+def held_out_scores(checkpoint: str | Path, seed: int = 0) -> list[dict]:
+    """Draw every held-out number once with diffusers' own pipeline and let the OCR read it."""
+    from diffusers import QwenImagePipeline
+
+    from verl_omni.utils.reward_score.ocr import compute_score_ocr
+
+    pipeline = QwenImagePipeline.from_pretrained(checkpoint).to("cuda" if torch.cuda.is_available() else "cpu")
+    pipeline.set_progress_bar_config(disable=True)
+    speed_up_single_frames(pipeline.vae)
+    _, held_out = task.split_numbers()
+    images = pipeline(
+        [task.prompt_for(number) for number in held_out],
+        height=task.HEIGHT,
+        width=task.WIDTH,
+        num_inference_steps=10,
+        true_cfg_scale=1.0,
+        generator=torch.Generator().manual_seed(seed),
+        output_type="pt",
+    ).images
+    return compute_score_ocr(list(images), held_out)
+
+
+def _train(recipe: Recipe, device: torch.device) -> "QwenImagePipeline":
+    pipeline = _untrained_pipeline().to(device)
+    numbers, _ = task.split_numbers()
+    rng = np.random.default_rng(recipe.seed)
+    signs = np.stack([task.draw_sign(number, rng) for number in numbers for _ in range(recipe.images_per_number)])
+    images = torch.from_numpy(signs).to(device).permute(0, 3, 1, 2)[:, :, None] / 127.5 - 1
+
+    _train_vae(speed_up_single_frames(pipeline.vae), images, recipe)
+    latents = _encode(pipeline.vae, images)
+    with torch.no_grad():
+        prompt_embeds, _ = pipeline.encode_prompt([task.prompt_for(number) for number in numbers])
+    _train_transformer(pipeline, latents, prompt_embeds.repeat_interleave(recipe.images_per_number, 0), recipe)
+    return pipeline.to("cpu")
+
+
+def _untrained_pipeline() -> "QwenImagePipeline":
+    from diffusers import (
+        AutoencoderKLQwenImage,
+        FlowMatchEulerDiscreteScheduler,
+        QwenImagePipeline,
+        QwenImageTransformer2DModel,
+    )
+
+    tokenizer = qwen_tokenizer([QWEN_IMAGE_PREFIX, "assistant\n", 'a sign that reads "'])
+    vae = AutoencoderKLQwenImage(
+        base_dim=8,
+        z_dim=LATENT_CHANNELS,
+        dim_mult=[1, 2],
+        num_res_blocks=1,
+        attn_scales=[],
+        temperal_downsample=[False],
+        latents_mean=[0.0] * LATENT_CHANNELS,
+        latents_std=[1.0] * LATENT_CHANNELS,
+    )
+    transformer = QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=4 * LATENT_CHANNELS,
+        out_channels=LATENT_CHANNELS,
+        num_layers=4,
+        num_attention_heads=4,
+        attention_head_dim=32,
+        joint_attention_dim=TEXT_WIDTH,
+        axes_dims_rope=(8, 12, 12),
+    )
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0, use_dynamic_shifting=False)
+    return QwenImagePipeline(scheduler, vae, qwen_text_encoder(tokenizer, TEXT_WIDTH), tokenizer, transformer)
+
+
+def _train_vae(vae: "AutoencoderKLQwenImage", images: torch.Tensor, recipe: Recipe) -> None:
+    optimizer = torch.optim.AdamW(vae.parameters(), recipe.vae_lr, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, recipe.vae_lr, total_steps=recipe.vae_steps, pct_start=0.2
+    )
+    bar = tqdm(range(recipe.vae_steps), desc="pre-training the VAE", unit="step")
+    for _ in bar:
+        target = images[torch.randint(len(images), (recipe.vae_batch,))]
+        posterior = vae.encode(target).latent_dist
+        error = F.mse_loss(vae.decode(posterior.sample()).sample, target)
+        divergence = posterior.kl().mean() / posterior.mean[0].numel()
+        _step(vae, optimizer, schedule, error + recipe.vae_kl * divergence)
+        bar.set_postfix(error=f"{error.item():.4f}", refresh=False)
+
+
+@torch.no_grad()
+def _encode(vae: "AutoencoderKLQwenImage", images: torch.Tensor) -> torch.Tensor:
+    """Latents (B, C, 1, H, W) with mean 0 and standard deviation 1 by channel, as the VAE's config then says."""
+    latents = torch.cat([vae.encode(chunk).latent_dist.mean for chunk in images.split(256)])
+    mean, std = latents.mean((0, 2, 3, 4)), latents.std((0, 2, 3, 4))
+    vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
+    return (latents - mean.view(-1, 1, 1, 1)) / std.view(-1, 1, 1, 1)
+
+
+def _train_transformer(
+    pipeline: "QwenImagePipeline", latents: torch.Tensor, prompt_embeds: torch.Tensor, recipe: Recipe
+) -> None:
+    """Flow matching: from ``x_t = (1 - t) x + t noise`` predict ``noise - x``, t uniform in [0, 1]."""
+    transformer, device = pipeline.transformer, latents.device
+    channels, _, height, width = latents.shape[1:]
+    clean = pipeline._pack_latents(latents, len(latents), channels, height, width)
+    shapes = [[(1, height // 2, width // 2)]] * recipe.transformer_batch
+    optimizer = torch.optim.AdamW(transformer.parameters(), recipe.transformer_lr, betas=(0.9, 0.99))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, recipe.transformer_lr, total_steps=recipe.transformer_steps, pct_start=0.1
+    )
+    bar = tqdm(range(recipe.transformer_steps), desc="pre-training the transformer", unit="step")
+    for _ in bar:
+        chosen = torch.randint(len(clean), (recipe.transformer_batch,))
+        x = clean[chosen]
+        noise = torch.randn(x.shape).to(device)
+        t = torch.rand(len(x)).to(device)
+        velocity = transformer(
+            hidden_states=torch.lerp(x, noise, t[:, None, None]),
+            timestep=t,
+            encoder_hidden_states=prompt_embeds[chosen],
+            img_shapes=shapes,
+            return_dict=False,
+        )[0]
+        loss = F.mse_loss(velocity, noise - x)
+        _step(transformer, optimizer, schedule, loss)
+        bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+
+
+def _step(module: torch.nn.Module, optimizer, schedule, loss: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    optimizer.step()
+    schedule.step()

@@ -1,0 +1,37 @@
+"""The task of the quickstart: small signs with a three-digit number, and the prompts that ask for them."""
+
+import functools
+import random
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+WIDTH, HEIGHT = 32, 16
+HELD_OUT = 200
+
+
+def split_numbers() -> tuple[list[str], list[str]]:
+    """The numbers 000 to 999 as (800 to train with, 200 held out of everything but validation), always the same."""
+    numbers = [f"{n:03d}" for n in range(1000)]
+    random.Random(0).shuffle(numbers)
+    return numbers[HELD_OUT:], numbers[:HELD_OUT]
+
+
+def prompt_for(number: str) -> str:
+    """The prompt that asks for a sign with this number."""
+    return f'a sign that reads "{number}"'
+
+
+def draw_sign(number: str, rng: np.random.Generator) -> np.ndarray:
+    """A dark number on a light sign, uint8 (HEIGHT, WIDTH, 3); size, place, shades and noise drawn from ``rng``."""
+    sign = Image.new("L", (WIDTH, HEIGHT), int(rng.integers(200, 256)))
+    centre = WIDTH / 2 + rng.uniform(-1.5, 1.5), HEIGHT / 2 + rng.uniform(-1, 1)
+    font = _font(int(rng.integers(11, 15)))
+    ImageDraw.Draw(sign).text(centre, number, fill=int(rng.integers(0, 71)), font=font, anchor="mm")
+    noisy = np.asarray(sign, np.float32)[:, :, None] + rng.normal(0, 8, (HEIGHT, WIDTH, 3))
+    return noisy.clip(0, 255).round().astype(np.uint8)
+
+
+@functools.cache
+def _font(size: int) -> ImageFont.FreeTypeFont:
+    return ImageFont.load_default(size=size)
