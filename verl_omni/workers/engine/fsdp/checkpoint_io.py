@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # Frozen weights are those of the base model: they are not written again.
 OPTIONS = StateDictOptions(ignore_frozen_params=True)
+LORA_FILE = "pytorch_lora_weights.safetensors"  # what diffusers calls it
 
 
 def _state(engine: "DiffusersFSDPEngine", contents: list[str]) -> dict:
@@ -116,10 +117,10 @@ def export(engine: "DiffusersFSDPEngine", folder: str) -> None:
     with engine.policy("ema" if engine.ema_decay else "current"):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
         states = {name: get_model_state_dict(part, options=options) for name, part in engine.parts.items()}
-    if dist.get_rank() == 0:
-        os.makedirs(folder, exist_ok=True)
-        write = _write_lora if engine.model_config.lora_rank > 0 else _write_full
-        write(engine, states, folder)
+        if dist.get_rank() == 0:  # still inside: on one rank the states are the weights themselves, not copies
+            os.makedirs(folder, exist_ok=True)
+            write = _write_lora if engine.model_config.lora_rank > 0 else _write_full
+            write(engine, states, folder)
     dist.barrier()
 
 
@@ -148,7 +149,11 @@ def load_lora(model_config: DiffusionModelConfig, parts: dict[str, torch.nn.Modu
     """Start from LoRA weights in diffusers' format; every tensor must find its place."""
     from peft import set_peft_model_state_dict
 
-    state = pipeline_class(model_config.architecture).lora_state_dict(os.path.expanduser(model_config.lora_path))
+    folder = os.path.expanduser(model_config.lora_path)
+    named = os.path.isfile(os.path.join(folder, LORA_FILE))  # diffusers looks for no name when it is offline
+    state = pipeline_class(model_config.architecture).lora_state_dict(
+        folder, **({"weight_name": LORA_FILE} if named else {})
+    )
     state = state[0] if isinstance(state, tuple) else state
     for name, part in parts.items():
         mine = {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")}
