@@ -13,7 +13,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from verl_omni.pipelines.utils import load_component, load_tokenizers, pipeline_class, read_component_config
+from verl_omni.pipelines.utils import (
+    load_component,
+    load_tokenizers,
+    pipeline_class,
+    random_pipeline,
+    read_component_config,
+)
 from verl_omni.utils.suggest import unknown
 from verl_omni.workers.config import DiffusionModelConfig
 
@@ -22,6 +28,7 @@ Conditions = dict[str, torch.Tensor]
 # Built-in adapters, imported when their architecture is first asked for.
 _BUILTIN: dict[str, str] = {
     "FluxPipeline": "verl_omni.pipelines.flux_flow_grpo",
+    "QwenImageEditPlusPipeline": "verl_omni.pipelines.qwen_image_edit_plus_flow_grpo",
     "QwenImagePipeline": "verl_omni.pipelines.qwen_image_flow_grpo",
     "StableDiffusion3Pipeline": "verl_omni.pipelines.sd3_flow_grpo",
     "WanPipeline": "verl_omni.pipelines.wan_flow_grpo",
@@ -224,12 +231,17 @@ class DiffusionModelBase(ABC):
     @classmethod
     def load_pipeline(cls, model_config: DiffusionModelConfig, device: torch.device | str, dtype: torch.dtype):
         """The upstream pipeline without what is trained: tokenizers, text encoders, VAE and their helpers."""
-        without = dict.fromkeys(cls.trained_components)
-        pipe = pipeline_class(model_config.architecture).from_pretrained(
-            model_config.path, torch_dtype=dtype, **without
-        )
+        given = dict.fromkeys(cls.trained_components) | cls.load_processors(model_config)
+        if model_config.load_format == "dummy":
+            return random_pipeline(model_config, dtype, given).to(device)
+        pipe = pipeline_class(model_config.architecture).from_pretrained(model_config.path, torch_dtype=dtype, **given)
         pipe.set_progress_bar_config(disable=True)
         return pipe.to(device)
+
+    @classmethod
+    def load_processors(cls, model_config: DiffusionModelConfig) -> dict[str, Any]:
+        """Components of the pipeline that have to be loaded in another way than by the class in model_index.json."""
+        return {}
 
     @classmethod
     def load_tokenizers(cls, model_config: DiffusionModelConfig) -> dict[str, Any]:

@@ -3,9 +3,13 @@
 import functools
 import json
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from verl_omni.utils.suggest import unknown
 
@@ -40,7 +44,48 @@ def load_component(model_config: Any, name: str, dtype: torch.dtype) -> torch.nn
 
     config = read_component_config(model_config.config_path or model_config.path, name)
     cls = getattr(diffusers, config["_class_name"])
+    if model_config.load_format == "dummy":
+        return random_model(lambda: cls.from_config(dict(config)), dtype)
     return cls.from_pretrained(os.path.expanduser(model_config.path), subfolder=name, torch_dtype=dtype)
+
+
+def random_model(build: Callable[[], torch.nn.Module], dtype: torch.dtype) -> torch.nn.Module:
+    """A model with random weights, made where it will run: seconds even for billions of parameters."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            return build().requires_grad_(True)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def random_pipeline(model_config: Any, dtype: torch.dtype, given: dict[str, Any]) -> Any:
+    """A pipeline whose models have random weights; tokenizers and schedulers are the folder's own, or `given`."""
+    import diffusers
+    import transformers
+
+    path = os.path.expanduser(model_config.path)
+    with open(os.path.join(path, "model_index.json")) as f:
+        index = json.load(f)
+    parts = dict(given)
+    for name, value in index.items():
+        if name.startswith("_") or name in parts or not isinstance(value, list):
+            continue
+        library, class_name = value
+        if class_name is None:
+            parts[name] = None
+            continue
+        cls = getattr(diffusers if library == "diffusers" else transformers, class_name)
+        folder = os.path.join(path, name)
+        if not issubclass(cls, torch.nn.Module):
+            parts[name] = cls.from_pretrained(folder)
+        elif library == "diffusers":
+            parts[name] = load_component(model_config, name, dtype)
+        else:
+            config = cls.config_class.from_pretrained(folder)
+            parts[name] = random_model(lambda cls=cls, config=config: cls(config), dtype)
+    return pipeline_class(model_config.architecture)(**parts)
 
 
 def load_tokenizers(path: str) -> dict[str, Any]:
@@ -51,6 +96,26 @@ def load_tokenizers(path: str) -> dict[str, Any]:
     index = read_index(path)
     names = [k for k in index if k.startswith(("tokenizer", "processor")) and index[k][0] is not None]
     return {n: getattr(transformers, index[n][1]).from_pretrained(os.path.join(path, n)) for n in names}
+
+
+def acts_with_other_ranks(module: torch.nn.Module) -> bool:
+    """Whether calling `module` is an operation of several ranks, because FSDP gathers weights or sums gradients.
+
+    It is not in a rollout, where every rank holds all weights and nothing is differentiated.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return False
+    wrapped = any(isinstance(m, FSDPModule) for m in module.modules())
+    return wrapped and (torch.is_grad_enabled() or any(isinstance(p, DTensor) for p in module.parameters()))
+
+
+def calls_of_all_ranks(module: torch.nn.Module, calls: int) -> int:
+    """How often every rank has to call `module`, where this one would do with `calls`."""
+    if not acts_with_other_ranks(module):
+        return calls
+    most = torch.tensor(calls, device=next(module.parameters()).device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most)
 
 
 def check_length(prompt: str, tokens: int, max_sequence_length: int) -> None:

@@ -15,6 +15,7 @@ from verl.utils.distributed import initialize_global_process_group_ray
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
 from verl_omni.utils.external_lib import import_external_lib
+from verl_omni.utils.flops import FlopMeter, peak_flops
 from verl_omni.workers.config import DiffusionActorConfig, DiffusionModelConfig, DiffusionRolloutConfig
 from verl_omni.workers.engine.fsdp.diffusers_impl import EngineRegistry, is_maximum
 from verl_omni.workers.losses import build_loss_function
@@ -55,6 +56,9 @@ class DiffusionWorker(Worker):
         self.engine.initialize()
         self.engine.micro_batch_size = self.actor_config.ppo_micro_batch_size_per_gpu
         self.loss_function = build_loss_function(self.actor_config)
+        self.peak_flops = peak_flops()
+        self.flop_meter = FlopMeter(self.engine.parts.values()) if self.peak_flops else None
+        self.flops: dict[str, float] = {}
         if self.loss_function.needs_reference:
             self.engine.keep_reference()
         if self.actor_config.ema_decay:
@@ -88,6 +92,7 @@ class DiffusionWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def stop_rollout(self) -> None:
         self._rollout_scope.close()
+        self._count_flops("gen")
 
     async def generate(
         self,
@@ -123,6 +128,7 @@ class DiffusionWorker(Worker):
         batch.pop("uncond_velocity", None)  # the policy's, not the reference's
         with self.engine.eval_mode(), self.engine.policy("reference"):
             output = self.engine.infer_batch(batch)["model_output"]
+        self._count_flops("ref")
         return self._per_step(data, ref_prev_sample_mean=output["prev_sample_mean"])
 
     def _batch(self, data: DataProto) -> dict[str, torch.Tensor]:
@@ -163,10 +169,17 @@ class DiffusionWorker(Worker):
         metrics = {f"actor/{k}": reduce_history(k, [h[k] for h in history]) for k in history[0]}
         if "ratio_max_dev" in history[0]:  # before the first update rollout and training agree
             metrics["actor/first_ratio_max_dev"] = history[0]["ratio_max_dev"]
+        self._count_flops("update_actor")
+        metrics |= {f"flops/{stage}": value for stage, value in self.flops.items()}
+        metrics |= {"flops/peak": self.peak_flops} if self.peak_flops else {}
         gib = 2**30
         metrics["perf/max_memory_allocated_gb"] = get_torch_device().max_memory_allocated() / gib
         metrics["perf/max_memory_reserved_gb"] = get_torch_device().max_memory_reserved() / gib
         return metrics
+
+    def _count_flops(self, stage: str) -> None:
+        if self.flop_meter is not None:
+            self.flops[stage] = self.flop_meter.take()
 
     def _takes_own_log_probs(self) -> bool:
         """Old log-probabilities from the training graph, where the rollout's kernels round differently."""

@@ -25,6 +25,7 @@ from verl_omni.algorithms.registry import get_algorithm
 from verl_omni.trainer.diffusion import checkpointing
 from verl_omni.trainer.diffusion.diffusion_metric_utils import (
     compute_data_metrics_diffusion,
+    compute_mfu_metrics,
     compute_throughput_metrics_diffusion,
     compute_timing_metrics_diffusion,
 )
@@ -232,6 +233,7 @@ class BaseRayDiffusionTrainer:
                 if is_due(self.global_step, self.config.trainer.save_freq, last):
                     with timer(timing, "save_checkpoint"):
                         self.save_checkpoint()
+                metrics |= compute_mfu_metrics(metrics, timing)
                 metrics |= compute_data_metrics_diffusion(batch)
                 metrics |= compute_timing_metrics_diffusion(timing, len(batch))
                 metrics |= compute_throughput_metrics_diffusion(batch, timing, self.actor_wg.world_size)

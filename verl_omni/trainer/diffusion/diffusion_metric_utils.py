@@ -54,3 +54,17 @@ def compute_throughput_metrics_diffusion(batch: DataProto, timing_raw: dict[str,
         "perf/time_per_step": seconds,
         "perf/throughput": len(batch) / (seconds * n_gpus),
     }
+
+
+def compute_mfu_metrics(metrics: dict[str, Any], timing_raw: dict[str, float]) -> dict[str, Any]:
+    """Achieved TFLOP/s and its share of the device's peak, by stage. Takes the workers' `flops/*` out of `metrics`."""
+    counted = {name.removeprefix("flops/"): metrics.pop(name) for name in list(metrics) if name.startswith("flops/")}
+    peak = counted.pop("peak", None)
+    result = {}
+    if peak is not None:
+        counted = {stage: flops for stage, flops in counted.items() if stage in timing_raw}
+        counted["step"] = sum(counted.values())
+        for stage, flops in counted.items():
+            rate = flops / timing_raw[stage]
+            result |= {f"perf/tflops/{stage}": rate / 1e12, f"perf/mfu/{stage}": rate / peak}
+    return result

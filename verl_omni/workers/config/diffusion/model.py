@@ -18,6 +18,7 @@ class DiffusionModelConfig:
     tokenizer_path: str | None = knob(None, "tokenizer folder; null: the model's own")
     transformer_subfolder: str = knob("transformer", "subfolder of the trained transformer")
     config_path: str | None = knob(None, "folder of the transformer's config; null: beside its weights")
+    load_format: str = knob("auto", "auto (read the weights) or dummy (random weights of the folder's configs)")
     lora_rank: int = knob(0, "LoRA rank; 0 trains all weights of the transformer")
     lora_alpha: int = knob(64, "LoRA alpha")
     target_modules: Any | None = knob(None, "LoRA target modules; null: the architecture's default")

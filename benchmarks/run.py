@@ -1,0 +1,171 @@
+"""Time the real training step: one command builds a model of the real size with random weights, trains it and prints a table.
+
+    python -m benchmarks.run sd35m            # SD3.5-medium, one GPU
+    python -m benchmarks.run qwen-image       # Qwen-Image 20B, one GPU
+    python -m benchmarks.run --small          # both in miniature, on a CPU
+
+Further arguments are overrides of the training config. The first steps (compiling) are left out of the averages.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks import models
+
+ATTENTION = "[attn.add_k_proj,attn.add_q_proj,attn.add_v_proj,attn.to_add_out,attn.to_k,attn.to_out.0,attn.to_q,attn.to_v]"
+STAGES = ("gen", "ref", "update_actor", "step")
+
+
+@dataclass
+class Work:
+    """What is trained, and what others have reached on the same work (images a GPU and second)."""
+
+    model: str
+    images: int
+    overrides: list[str]
+    yardsticks: dict[str, float] = field(default_factory=dict)
+
+
+COMMON = [
+    "actor_rollout_ref.model.load_format=dummy",
+    "actor_rollout_ref.rollout.pipeline.num_inference_steps=10",
+    "trainer.val_before_train=false",
+    "trainer.save_freq=0",
+    "trainer.test_freq=0",
+    "trainer.logger=[jsonl]",
+    "trainer.resume_mode=disable",
+]
+SQUARE_512 = ["actor_rollout_ref.rollout.pipeline.height=512", "actor_rollout_ref.rollout.pipeline.width=512"]
+SQUARE_32 = ["actor_rollout_ref.rollout.pipeline.height=32", "actor_rollout_ref.rollout.pipeline.width=32"]
+SD3 = [
+    "actor_rollout_ref.rollout.pipeline.guidance_scale=4.5",
+    "actor_rollout_ref.rollout.pipeline.max_sequence_length=128",
+    "actor_rollout_ref.model.lora_rank=32",
+    f"actor_rollout_ref.model.target_modules={ATTENTION}",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+]
+QWEN = [
+    "actor_rollout_ref.rollout.pipeline.true_cfg_scale=4",
+    "actor_rollout_ref.rollout.algo.sde_window_size=2",
+    "actor_rollout_ref.model.lora_rank=64",
+]
+
+WORKS = {
+    "sd35m": Work(
+        "sd35_medium",
+        48,
+        [*SQUARE_512, *SD3, "actor_rollout_ref.rollout.max_num_seqs=48",
+         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=48"],
+        {"flow_grpo's own loop, same card, batch 24": 1.19, "plain torch prototype, compiled": 2.90},
+    ),
+    "qwen-image": Work(
+        "qwen_image",
+        32,
+        [*SQUARE_512, *QWEN, "actor_rollout_ref.rollout.max_num_seqs=16",
+         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8"],
+        {"verl-omni, published, 4 x H800": 0.305},
+    ),
+    "tiny-sd3": Work(
+        "tiny_sd3",
+        8,
+        [*SQUARE_32, *SD3, "actor_rollout_ref.rollout.max_num_seqs=8",
+         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8"],
+    ),
+    "tiny-qwen-image": Work(
+        "tiny_qwen_image",
+        8,
+        [*SQUARE_32, *QWEN, "actor_rollout_ref.rollout.max_num_seqs=8",
+         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8"],
+    ),
+}  # fmt: skip
+
+
+def measure(name: str, steps: int, warm_up: int, images: int | None, overrides: list[str]) -> dict[str, float]:
+    """Means (and the spread of the step time) over the steps after the warm-up."""
+    work = WORKS[name]
+    images = images or work.images
+    with tempfile.TemporaryDirectory() as folder:
+        model = getattr(models, work.model)(Path(folder) / "model")
+        data = write_prompts(Path(folder) / "prompts.jsonl")
+        group = 16 if images % 16 == 0 else images
+        command = [
+            sys.executable, "-m", "verl_omni.trainer.main_diffusion", *COMMON, *work.overrides,
+            f"actor_rollout_ref.model.path={model}",
+            f"data.train_files={data}",
+            f"data.train_batch_size={images // group}",
+            f"actor_rollout_ref.rollout.n={group}",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={images // group}",
+            f"trainer.total_training_steps={steps + warm_up}",
+            f"trainer.default_local_dir={folder}/run",
+            *overrides,
+        ]  # fmt: skip
+        subprocess.run(command, check=True)
+        lines = [json.loads(line)["data"] for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()]
+    first, timed = lines[0], lines[warm_up:]
+    result = {k: statistics.mean(line[k] for line in timed) for k in timed[0] if all(k in line for line in timed)}
+    result["first step"] = first["timing_s/step"]
+    result["slowest"] = max(line["timing_s/step"] for line in timed)
+    result["fastest"] = min(line["timing_s/step"] for line in timed)
+    result["actor/first_ratio_max_dev"] = max(line["actor/first_ratio_max_dev"] for line in lines)
+    return result
+
+
+def write_prompts(path: Path) -> Path:
+    rows = [
+        {"data_source": "jpeg_compressibility", "prompt": f"a photograph of scene number {i:03d} at dusk",
+         "reward_model": {"style": "rule", "ground_truth": ""}}
+        for i in range(64)
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def table(name: str, result: dict[str, float]) -> str:
+    images, seconds = result["perf/total_num_images"], result["timing_s/step"]
+    lines = [f"{name}: {images / seconds:.2f} images/s ({images:.0f} images a step)"]
+    for peer, rate in WORKS[name].yardsticks.items():
+        lines.append(f"  {images / seconds / rate:.2f} x  {peer}: {rate} images/s")
+    lines.append(f"  {'stage':14}{'s':>8}{'ms/image':>10}{'TFLOP/s':>9}{'MFU':>7}")
+    for stage in STAGES:
+        if f"timing_s/{stage}" in result:
+            time = result[f"timing_s/{stage}"]
+            rate, mfu = result.get(f"perf/tflops/{stage}"), result.get(f"perf/mfu/{stage}")
+            shown = f"{rate:9.0f}{mfu:7.1%}" if rate else f"{'-':>9}{'-':>7}"
+            lines.append(f"  {stage:14}{time:8.2f}{time * 1000 / images:10.1f}{shown}")
+    lines.append(
+        f"  step {result['fastest']:.2f} to {result['slowest']:.2f} s; first step {result['first step']:.1f} s; "
+        f"peak {result['perf/max_memory_allocated_gb']:.1f} GiB; first ratio off 1 by at most "
+        f"{result['actor/first_ratio_max_dev']:.1e}"
+    )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.splitlines()[0])
+    parser.add_argument("work", nargs="*", help=f"any of {', '.join(WORKS)}")
+    parser.add_argument("--small", action="store_true", help="tiny models, for a CPU")
+    parser.add_argument("--steps", type=int, default=3, help="steps that are timed (%(default)s)")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps before them (%(default)s)")
+    parser.add_argument("--images", type=int, help="images a step")
+    parser.add_argument("--json", type=Path, help="write all figures here too")
+    options, rest = parser.parse_known_args()
+    names = [w for w in options.work if "=" not in w] or (["tiny-sd3", "tiny-qwen-image"] if options.small else [])
+    overrides = [w for w in options.work if "=" in w] + rest
+    if not names or any(n not in WORKS for n in names):
+        parser.error(f"name what to time: {', '.join(WORKS)}, or --small")
+    results = {}
+    for name in names:
+        results[name] = measure(name, options.steps, options.warm_up, options.images, overrides)
+        print("\n" + table(name, results[name]) + "\n", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

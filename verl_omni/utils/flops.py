@@ -1,0 +1,91 @@
+"""How much arithmetic the transformer does, counted by torch's own counter on the meta device: no time, no memory."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+# Dense bfloat16 peaks by the vendors' data sheets, in FLOP/s.
+PEAKS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "B200": 2250e12}
+
+
+def peak_flops() -> float | None:
+    """Of the GPU here; None where it is not known."""
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peak for known, peak in PEAKS.items() if known in name), None)
+
+
+class FlopMeter:
+    """Counts the rows that go through the transformers, and knows what a row costs with and without a gradient."""
+
+    def __init__(self, parts: Iterable[torch.nn.Module]):
+        self.flops = 0.0
+        self._costs: dict[tuple, float] = {}
+        for part in parts:
+            part.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def take(self) -> float:
+        """FLOPs since the last call."""
+        flops, self.flops = self.flops, 0.0
+        return flops
+
+    def _count(self, part: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        grad = torch.is_grad_enabled()
+        rows = len(kwargs["hidden_states"])
+        one_row = {k: _first_row(v, rows) for k, v in kwargs.items()}
+        key = (id(part), grad, _shapes(one_row))
+        if key not in self._costs:
+            self._costs[key] = count_flops(part, args, one_row, grad)
+        self.flops += rows * self._costs[key]
+
+
+def _first_row(value: Any, rows: int) -> Any:
+    return value[:1] if isinstance(value, torch.Tensor | list) and len(value) == rows else value
+
+
+def count_flops(part: torch.nn.Module, args: tuple, kwargs: dict[str, Any], backward: bool) -> float:
+    """FLOPs of one call with tensors of these shapes; with `backward`, of its gradient too."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    twin = _meta_twin(part)
+    with torch.device("meta"), FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
+        output = twin(*_to_meta(args), **_to_meta(kwargs))
+        if backward:
+            first = output[0] if isinstance(output, tuple) else output.sample
+            first = torch.stack(list(first)) if isinstance(first, list) else first
+            first.float().sum().backward()
+    return float(counter.get_total_flops())
+
+
+def _meta_twin(part: torch.nn.Module) -> torch.nn.Module:
+    """The same architecture without weights, with the same trainable parameters."""
+    with torch.device("meta"):
+        twin = type(part).from_config(part.config)
+    if getattr(part, "peft_config", None):
+        twin.requires_grad_(False)
+        with torch.device("meta"):
+            twin.add_adapter(part.peft_config["default"])
+    return twin
+
+
+def _to_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        dtype = torch.float32 if value.is_floating_point() else value.dtype
+        return torch.empty_like(value, device="meta", dtype=dtype)
+    if isinstance(value, dict):
+        return {k: _to_meta(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_to_meta(v) for v in value)
+    return value
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    if isinstance(value, dict):
+        return tuple((k, _shapes(v)) for k, v in sorted(value.items()))
+    if isinstance(value, list | tuple):
+        return tuple(_shapes(v) for v in value)
+    return value if isinstance(value, int | float | str | bool | None) else type(value).__name__
