@@ -3,6 +3,7 @@
 import asyncio
 import uuid
 from abc import ABC, abstractmethod
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -185,10 +186,33 @@ class DiffusionAgentLoopManager:
             ray.kill(worker)
 
 
+def assign(batch: DataProto, num_servers: int) -> None:
+    """Give every row its engine and its places in the bursts of requests, so that a run repeats bit for bit.
+
+    `position` is the place among its engine's requests, `sample` that among the rewards of its data_source.
+    """
+    shares = np.array_split(np.arange(len(batch)), num_servers)
+    places = [(s, (k, len(share))) for s, share in enumerate(shares) for k in range(len(share))]
+    batch.non_tensor_batch["server"] = object_array([s for s, _ in places])
+    batch.non_tensor_batch["position"] = object_array([p for _, p in places])
+    sources = list(batch.non_tensor_batch["data_source"])
+    totals, seen = Counter(sources), Counter()
+    samples = []
+    for source in sources:
+        samples.append((seen[source], totals[source]))
+        seen[source] += 1
+    batch.non_tensor_batch["sample"] = object_array(samples)
+
+
 def join(outputs: list[DataProto]) -> DataProto:
     """Concatenate; text features of different length are padded to the longest."""
     if len(outputs) == 1:
         return outputs[0]
     tensors = {k: pad_and_cat([o.batch[k] for o in outputs]) for k in outputs[0].batch.keys()}
-    non_tensors = {k: np.concatenate([o.non_tensor_batch[k] for o in outputs]) for k in outputs[0].non_tensor_batch}
-    return DataProto.from_dict(tensors=tensors, non_tensors=non_tensors, meta_info=outputs[0].meta_info)
+    keys = sorted({k for o in outputs for k in o.non_tensor_batch})
+    non_tensors = {
+        k: np.concatenate([o.non_tensor_batch.get(k, np.full(len(o), None, dtype=object)) for o in outputs])
+        for k in keys
+    }
+    meta = outputs[0].meta_info | ({"reward_extra_keys": keys} if "reward_extra_keys" in outputs[0].meta_info else {})
+    return DataProto.from_dict(tensors=tensors, non_tensors=non_tensors, meta_info=meta)

@@ -41,16 +41,21 @@ class RewardFunction:
     @classmethod
     def load(cls, path: str, name: str, kwargs: dict[str, Any] | None = None) -> "RewardFunction":
         """From a Python file. Errors are one line in the user's words."""
-        from verl.utils.import_utils import load_extern_object
+        from verl.utils.import_utils import load_module
 
         if not os.path.isfile(os.path.expanduser(path)) and not path.startswith("pkg://"):
             raise FileNotFoundError(f'reward.custom_reward_function.path="{path}": there is no such file')
         try:
-            function = load_extern_object(os.path.expanduser(path), name)
-        except AttributeError:
+            module = load_module(os.path.expanduser(path))
+        except Exception as error:
+            cause = error.__cause__ or error
             raise ValueError(
-                f'reward.custom_reward_function.name="{name}": {path} has no function of that name'
-            ) from None
+                f'reward.custom_reward_function.path="{path}" cannot be imported: {type(cause).__name__}: {cause}'
+            ) from error
+        function = getattr(module, name, None)
+        if not callable(function):
+            known = [n for n, thing in vars(module).items() if inspect.isfunction(thing)]
+            raise ValueError(unknown(f"reward.custom_reward_function.name in {path}", name, known))
         return cls(function, f"{name} ({path})", kwargs)
 
     async def score(
@@ -64,7 +69,7 @@ class RewardFunction:
         if "images" in self.wanted or self.accepts_any:
             plural["images"] = [as_pil(s["solution_image"]) for s in samples]
         results = await self._call(plural, services or {}, samples[0])
-        if isinstance(results, torch.Tensor):
+        if hasattr(results, "tolist"):  # a tensor or an array
             results = results.tolist()
         if not isinstance(results, list | tuple) or len(results) != len(samples):
             count = f"{len(results)}" if hasattr(results, "__len__") else type(results).__name__
@@ -86,7 +91,8 @@ class RewardFunction:
         try:
             if inspect.iscoroutinefunction(self.function):
                 return await self.function(**arguments)
-            return await asyncio.get_running_loop().run_in_executor(None, lambda: self.function(**arguments))
+            result = await asyncio.get_running_loop().run_in_executor(None, lambda: self.function(**arguments))
+            return await result if inspect.isawaitable(result) else result
         except Exception as error:
             raise RuntimeError(
                 f"reward function {self.name} raised {type(error).__name__}: {error} "
@@ -96,7 +102,7 @@ class RewardFunction:
     def _checked(self, result: Any, sample: dict[str, Any]) -> dict[str, Any]:
         answer = dict(result) if isinstance(result, dict) else {"score": result}
         score = answer.get("score")
-        if isinstance(score, torch.Tensor) and score.numel() == 1 or hasattr(score, "item"):
+        if getattr(score, "size", None) == 1 or isinstance(score, torch.Tensor) and score.numel() == 1:
             score = score.item()
         if not isinstance(score, int | float) or not math.isfinite(score):
             raise ValueError(

@@ -25,33 +25,34 @@ class Batcher:
     def __init__(self, work: Callable[[list[Any]], list[Any]], max_size: int, max_wait_s: float):
         self.work, self.max_size, self.max_wait_s = work, max_size, max_wait_s
         self._waiting: list[_Call] = []
+        self._running: list[_Call] = []
         self._pump: asyncio.Task | None = None
-        self._arrived: asyncio.Event | None = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
 
     async def submit(self, item: Any, key: Hashable = None, position: tuple[int, int] | None = None) -> Any:
         loop = asyncio.get_running_loop()
         call = _Call(item, key, position, loop.create_future())
         self._waiting.append(call)
-        if self._arrived is None:
-            self._arrived = asyncio.Event()
-        self._arrived.set()
         if self._pump is None or self._pump.done():
+            self._arrived = asyncio.Event()
             self._pump = loop.create_task(self._run())
             self._pump.add_done_callback(self._fail_waiting)
+        self._arrived.set()
         return await call.done
 
     def _fail_waiting(self, pump: asyncio.Task) -> None:
         """If the loop itself breaks, nobody may wait for it for ever."""
-        if not pump.cancelled() and pump.exception() is not None:
-            for call in self._waiting:
-                call.done.set_exception(pump.exception())
-            self._waiting = []
+        error = None if pump.cancelled() else pump.exception()
+        if error is not None:
+            for call in self._running + self._waiting:
+                if not call.done.done():
+                    call.done.set_exception(RuntimeError(f"the batch loop ended: {type(error).__name__}: {error}"))
+            self._waiting = self._running = []
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         while self._waiting:
-            batch = await self._next_batch()
+            batch = self._running = await self._next_batch()
             try:
                 results = await loop.run_in_executor(self._thread, self.work, [c.item for c in batch])
                 if len(results) != len(batch):
@@ -59,7 +60,7 @@ class Batcher:
             except Exception as error:  # every caller of the batch gets it
                 results = [error] * len(batch)
             for call, result in zip(batch, results, strict=True):
-                if call.done.cancelled():
+                if call.done.done():  # its caller has gone
                     continue
                 if isinstance(result, Exception):
                     call.done.set_exception(result)
@@ -83,14 +84,15 @@ class Batcher:
 
     def _whole_block(self) -> list[_Call]:
         """The first block of a burst of which every member has arrived."""
-        blocks: dict[Any, list[_Call]] = {}
+        blocks: dict[Any, dict[int, _Call]] = {}
         for call in self._waiting:
             if call.position is not None:
                 index, total = call.position
-                blocks.setdefault((call.key, total, index // self.max_size), []).append(call)
+                # Where two bursts overlap, the later call of an index waits for the next round.
+                blocks.setdefault((call.key, total, index // self.max_size), {}).setdefault(index, call)
         for (_, total, number), calls in sorted(blocks.items(), key=lambda b: b[0][2]):
             if len(calls) == min(self.max_size, total - number * self.max_size):
-                return sorted(calls, key=lambda c: c.position[0])
+                return [calls[index] for index in sorted(calls)]
         return []
 
     def _take(self, batch: list[_Call]) -> list[_Call]:

@@ -1,5 +1,6 @@
 """Rewards for images and videos."""
 
+import asyncio
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from verl_omni.utils.batcher import Batcher
 class ImageRewardManager(RewardManagerBase):
     """Scores single samples, as they finish, with the user's function or the default reward of their data_source.
 
-    A function for many images (parameter `images`) is given up to `reward.batch_size` of those that wait.
+    A function for many images (parameter `images`) is given up to `reward.batch_size` of one data_source at a time.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class ImageRewardManager(RewardManagerBase):
         }
         function, batcher = self._function(sample["data_source"])
         if function.batched:
-            answer = await batcher.submit(sample, position=data.meta_info.get("position"))
+            answer = await batcher.submit(sample, sample["data_source"], data.meta_info.get("position"))
         else:
             (answer,) = await function.score([sample], self.services)
         extra = {k: v for k, v in answer.items() if k != "score"}
@@ -62,7 +63,13 @@ class ImageRewardManager(RewardManagerBase):
         name = "own" if self.compute_score is not None else data_source
         if name not in self._functions:
             function = as_reward_function(self.compute_score, data_source)
-            batcher = Batcher(lambda samples: _run(function.score(samples, self.services)), self.batch_size, 0.01)
+            loop = asyncio.get_running_loop()
+
+            def work(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+                """In the worker's own event loop, where a function's connections live."""
+                return asyncio.run_coroutine_threadsafe(function.score(samples, self.services), loop).result()
+
+            batcher = Batcher(work, self.batch_size, 0.01)
             self._functions[name] = (function, batcher)
         return self._functions[name]
 
@@ -80,9 +87,3 @@ def as_reward_function(compute_score: Any, data_source: str) -> RewardFunction:
 
     return RewardFunction(get_reward_fn(data_source), f'of data_source "{data_source}"')
 
-
-def _run(coroutine: Any) -> Any:
-    """The batcher's thread has no event loop of its own."""
-    import asyncio
-
-    return asyncio.run(coroutine)

@@ -1,0 +1,147 @@
+"""The agent loop with an engine and reward workers that the tests hold in their hands: no processes."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tiny_models import tiny_checkpoint
+from verl.protocol import DataProto
+
+from verl_omni.agent_loop.diffusion_agent_loop import DiffusionAgentLoopWorker, assign, join
+from verl_omni.reward_loop.reward_manager import ImageRewardManager
+from verl_omni.trainer.config.schema import DiffusionTrainerConfig
+from verl_omni.utils.arrays import object_array
+from verl_omni.workers.rollout.base import ImageOutput
+
+GUARD = 60
+
+
+class Remote:
+    """`handle.method.remote(...)`, as a Ray actor is called."""
+
+    def __init__(self, **methods):
+        for name, method in methods.items():
+            setattr(self, name, type("Method", (), {"remote": staticmethod(method)}))
+
+
+def config(batch_size: int = 4):
+    tree = OmegaConf.structured(DiffusionTrainerConfig)
+    tree.actor_rollout_ref.model.path = str(tiny_checkpoint())
+    tree.reward.batch_size = batch_size
+    return tree
+
+
+def batch(sources: list[str], servers: int = 1) -> DataProto:
+    data = DataProto.from_dict(
+        tensors={"dummy": torch.zeros(len(sources))},
+        non_tensors={
+            "prompt": object_array([f"prompt {i}" for i in range(len(sources))]),
+            "data_source": object_array(sources),
+            "reward_model": object_array([{"ground_truth": str(i)} for i in range(len(sources))]),
+            "seed": object_array(list(range(len(sources)))),
+        },
+    )
+    data.meta_info["sampling_params"] = {"max_sequence_length": 64, "negative_prompt": " "}
+    assign(data, servers)
+    return data
+
+
+def run(data: DataProto, compute_score, generate=None, servers: int = 1, reward_workers: int = 1, **settings):
+    async def image(prompt_ids, sampling_params, **rest):
+        return ImageOutput(torch.full((3, 2, 2), sampling_params["seed"], dtype=torch.uint8))
+
+    async def everything():
+        tree = config(**settings)
+        rewards = [
+            Remote(compute_score=ImageRewardManager(tree, None, compute_score=compute_score).run_single)
+            for _ in range(reward_workers)
+        ]
+        worker = DiffusionAgentLoopWorker(tree, [Remote(generate=generate or image)] * servers, rewards)
+        return await asyncio.wait_for(worker.generate_sequences(data), GUARD)
+
+    return asyncio.run(everything())
+
+
+@pytest.mark.parametrize("reward_workers", [1, 2, 3])
+def test_mixed_sources_in_one_batch_all_get_their_scores(reward_workers):
+    batches = []
+
+    def many(images, prompts, data_sources):
+        assert len(set(data_sources)) == 1
+        batches.append(tuple(prompts))
+        return [float(p.split()[1]) for p in prompts]
+
+    data = batch(["a", "b", "a", "c", "a", "b", "a", "a", "a", "a", "a"])
+    output = run(data, many, reward_workers=reward_workers)
+    assert output.batch["rm_scores"][:, 0].tolist() == list(range(11))
+    assert sum(map(len, batches)) == 11 and max(map(len, batches)) <= 4
+    again = []
+    run(batch(["a", "b", "a", "c", "a", "b", "a", "a", "a", "a", "a"]),
+        lambda images, prompts: again.append(tuple(prompts)) or [0.0] * len(images),
+        reward_workers=reward_workers)  # fmt: skip
+    assert sorted(again) == sorted(batches)
+
+
+def test_an_image_is_scored_while_others_are_still_being_made():
+    """The second image is made only after the first has its score: rewards at the end would wait for ever."""
+    order, first_scored = [], asyncio.Event()
+
+    async def generate(prompt_ids, sampling_params, **rest):
+        seed = sampling_params["seed"]
+        if seed == 1:
+            await first_scored.wait()
+        order.append(f"image {seed}")
+        return ImageOutput(torch.full((3, 2, 2), seed, dtype=torch.uint8))
+
+    async def score(prompt):
+        order.append(f"score {prompt[-1]}")
+        first_scored.set()
+        return 1.0
+
+    run(batch(["a", "a"]), score, generate)
+    assert order == ["image 0", "score 0", "image 1", "score 1"]
+
+
+def test_a_failing_reward_ends_the_batch_with_its_own_words():
+    def broken(prompt):
+        return float("nan") if prompt == "prompt 2" else 1.0
+
+    with pytest.raises(ValueError, match=r'reward function broken returned nan.*prompt: "prompt 2"'):
+        run(batch(["a"] * 4), broken)
+
+
+def test_requests_carry_their_seed_and_place():
+    seen = {}
+
+    async def generate(prompt_ids, sampling_params, request_id, negative_prompt_ids, **rest):
+        seen[sampling_params["seed"]] = (sampling_params["position"], tuple(prompt_ids), request_id)
+        return ImageOutput(torch.zeros(3, 2, 2, dtype=torch.uint8))
+
+    run(batch(["a"] * 5, servers=2), lambda prompt: 1.0, generate, servers=2)
+    assert [seen[i][0] for i in range(5)] == [(0, 3), (1, 3), (2, 3), (0, 2), (1, 2)]
+    assert len({ids for _, ids, _ in seen.values()}) == 5 and len({r for _, _, r in seen.values()}) == 5
+
+
+def test_an_unknown_agent_name_is_named():
+    data = batch(["a"])
+    data.non_tensor_batch["agent_name"] = object_array(["diffusion_single_turn"])
+    with pytest.raises(ValueError, match='did you mean "diffusion_single_turn_agent"'):
+        run(data, lambda prompt: 1.0)
+
+
+def test_chunks_whose_rewards_tell_different_things_are_joined():
+    chunks = [
+        DataProto.from_dict(
+            tensors={"rm_scores": torch.tensor([[1.0]] * 2), "prompt_embeds": torch.ones(2, length, 3)},
+            non_tensors={key: np.array(["x", "y"], dtype=object)},
+            meta_info={"reward_extra_keys": [key]},
+        )
+        for key, length in (("read", 2), ("size", 4))
+    ]
+    joined = join(chunks)
+    assert joined.non_tensor_batch["read"].tolist() == ["x", "y", None, None]
+    assert joined.non_tensor_batch["size"].tolist() == [None, None, "x", "y"]
+    assert joined.meta_info["reward_extra_keys"] == ["read", "size"]
+    assert joined.batch["prompt_embeds"].shape == (4, 4, 3) and joined.batch["prompt_embeds"][0, 2:].sum() == 0
