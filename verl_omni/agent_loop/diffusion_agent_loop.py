@@ -1,6 +1,7 @@
 """From prompts to scored trajectories: one task a sample, its reward asked for as soon as its image exists."""
 
 import asyncio
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -43,6 +44,7 @@ class DiffusionAgentLoopOutput:
     fields: dict[str, torch.Tensor]
     reward_score: float | None = None
     reward_extra_info: dict[str, Any] = field(default_factory=dict)
+    image_time: float = 0.0
 
 
 class DiffusionAgentLoopBase(ABC):
@@ -98,12 +100,16 @@ class DiffusionAgentLoopWorker:
             asyncio.create_task(self._run_agent_loop(dict(batch.meta_info["sampling_params"]), self._row(batch, i)))
             for i in range(len(batch))
         ]
+        start = time.perf_counter()
         try:
             outputs = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-        return collate(outputs)
+        result = collate(outputs)
+        images_done = max(o.image_time for o in outputs)
+        result.meta_info["timing"] = {"images": images_done - start, "rewards": time.perf_counter() - images_done}
+        return result
 
     def _row(self, batch: DataProto, i: int) -> dict[str, Any]:
         return {key: values[i] for key, values in batch.non_tensor_batch.items()}
@@ -117,6 +123,7 @@ class DiffusionAgentLoopWorker:
                 sampling_params[key] = row[key]
         loop = AGENT_LOOPS[name](self.model_config, self.servers[row["server"]])
         output = await loop.run(sampling_params, tokenizers=self.tokenizers, **row)
+        output.image_time = time.perf_counter()
         if self.reward_workers:
             await self._compute_score(output, row)
         return output
@@ -215,4 +222,5 @@ def join(outputs: list[DataProto]) -> DataProto:
         for k in keys
     }
     meta = outputs[0].meta_info | ({"reward_extra_keys": keys} if "reward_extra_keys" in outputs[0].meta_info else {})
+    meta["timing"] = {k: max(o.meta_info["timing"][k] for o in outputs) for k in meta["timing"]}
     return DataProto.from_dict(tensors=tensors, non_tensors=non_tensors, meta_info=meta)

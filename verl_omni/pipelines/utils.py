@@ -55,7 +55,7 @@ def random_model(build: Callable[[], torch.nn.Module], dtype: torch.dtype) -> to
     torch.set_default_dtype(dtype)
     try:
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            return build().requires_grad_(True)
+            return build().to(dtype).requires_grad_(True)
     finally:
         torch.set_default_dtype(before)
 

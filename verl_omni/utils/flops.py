@@ -1,12 +1,21 @@
 """How much arithmetic the transformer does, counted by torch's own counter on the meta device: no time, no memory."""
 
+import concurrent.futures
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 # Dense bfloat16 peaks by the vendors' data sheets, in FLOP/s.
-PEAKS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "B200": 2250e12}
+PEAKS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "B200": 2250e12,
+}
 
 
 def peak_flops() -> float | None:
@@ -21,15 +30,17 @@ class FlopMeter:
     """Counts the rows that go through the transformers, and knows what a row costs with and without a gradient."""
 
     def __init__(self, parts: Iterable[torch.nn.Module]):
-        self.flops = 0.0
-        self._costs: dict[tuple, float] = {}
+        self._rows: dict[tuple, int] = {}
+        self._costs: dict[tuple, concurrent.futures.Future] = {}
+        # Beside the first step, which has compiling to do: it must not wait for a count.
+        self._thread = concurrent.futures.ThreadPoolExecutor(1)
         for part in parts:
             part.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def take(self) -> float:
         """FLOPs since the last call."""
-        flops, self.flops = self.flops, 0.0
-        return flops
+        rows, self._rows = self._rows, {}
+        return sum(count * self._costs[key].result() for key, count in rows.items())
 
     def _count(self, part: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         grad = torch.is_grad_enabled()
@@ -37,8 +48,9 @@ class FlopMeter:
         one_row = {k: _first_row(v, rows) for k, v in kwargs.items()}
         key = (id(part), grad, _shapes(one_row))
         if key not in self._costs:
-            self._costs[key] = count_flops(part, args, one_row, grad)
-        self.flops += rows * self._costs[key]
+            one_row = {k: _to_meta(v) for k, v in one_row.items()}
+            self._costs[key] = self._thread.submit(count_flops, part, _to_meta(args), one_row, grad)
+        self._rows[key] = self._rows.get(key, 0) + rows
 
 
 def _first_row(value: Any, rows: int) -> Any:

@@ -82,6 +82,8 @@ class DiffusionWorker(Worker):
     def start_rollout(self, policy: str = "current") -> None:
         """Gather the weights of one policy on every rank, ready for `generate`."""
         self.kept.clear()
+        if self.rollout is not None:
+            self.rollout.take_seconds()
         scope = contextlib.ExitStack()
         scope.enter_context(self.engine.eval_mode())
         scope.enter_context(self.engine.policy(policy))
@@ -170,6 +172,8 @@ class DiffusionWorker(Worker):
         if "ratio_max_dev" in history[0]:  # before the first update rollout and training agree
             metrics["actor/first_ratio_max_dev"] = history[0]["ratio_max_dev"]
         self._count_flops("update_actor")
+        if self.rollout is not None:
+            metrics |= {f"timing_s/gen_{phase}": s for phase, s in self.rollout.take_seconds().items()}
         metrics |= {f"flops/{stage}": value for stage, value in self.flops.items()}
         metrics |= {"flops/peak": self.peak_flops} if self.peak_flops else {}
         gib = 2**30

@@ -29,6 +29,7 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
     def training_step(self, rows: dict[str, Any], timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
         with timer(timing, "gen"):
             batch = self._rollout(DataProto.from_single_dict(rows))
+        timing |= {f"gen_{phase}": seconds for phase, seconds in batch.meta_info.pop("timing").items()}
         keys = self.loss_function.loss_fn.data_keys(self.settings.actor_rollout_ref.actor)
         # The embedded engine samples with the policy itself: its log-probabilities are the old ones.
         batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]

@@ -7,6 +7,7 @@ answers the same `generate` call as a vLLM-Omni server.
 import collections
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
 from verl_omni.pipelines.sampling import denoise
 from verl_omni.utils.batcher import Batcher
+from verl_omni.utils.single_frame_vae import speed_up_single_frames
 from verl_omni.workers.config import DiffusionModelConfig, DiffusionPipelineConfig, DiffusionRolloutConfig
 from verl_omni.workers.rollout.base import ImageOutput, pad_and_cat
 
@@ -40,14 +42,20 @@ class DiffusersRollout:
         dtype: torch.dtype,
         autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
         prompt_cache_size: int = 4096,
+        decode_batch_size: int = 16,
     ):
         self.config, self.model_config, self.module, self.device = config, model_config, module, device
         self.adapter = DiffusionModelBase.get_class(model_config)
         self.autocast = autocast
         self.pipe = self.adapter.load_pipeline(model_config, device, dtype)
+        speed_up_single_frames(self.pipe.vae)
+        if device.type == "cuda":
+            self.pipe.vae.to(memory_format=torch.channels_last)
         self.batcher = Batcher(self.run_batch, config.max_num_seqs, config.request_batch_max_wait_ms / 1000)
         self._prompts: collections.OrderedDict[tuple, Conditions] = collections.OrderedDict()
         self._prompt_cache_size = prompt_cache_size
+        self.decode_batch_size = decode_batch_size
+        self.seconds: dict[str, float] = {}
 
     async def generate(
         self,
@@ -71,6 +79,7 @@ class DiffusersRollout:
     @torch.no_grad()
     def run_batch(self, requests: list[_Request]) -> list[ImageOutput]:
         """Requests of one kind (size, steps, guidance, window length) through one denoising loop."""
+        self._clock = time.perf_counter()
         params = requests[0].params
         model_config = self._model_config(params)
         scheduler = self.adapter.build_scheduler(model_config)
@@ -85,6 +94,7 @@ class DiffusersRollout:
                 generators[i] = self._generator(request.params["seed"])
 
         keep = params.get("keep_trajectory", False)
+        self._tick("encode")
         with self.autocast():
             trajectory = denoise(
                 self.adapter,
@@ -98,13 +108,30 @@ class DiffusersRollout:
                 keep_means=params.get("keep_means", False),
                 keep_uncond=params.get("keep_uncond", False),
             )
-        images = self.adapter.decode_latents(self.pipe, trajectory.final_latents, model_config)
-        images = (images.float() * 255).round().to(torch.uint8).cpu()
+        self._tick("denoise")
+        images = torch.cat([
+            (self.adapter.decode_latents(self.pipe, latents, model_config).float() * 255).round().to(torch.uint8)
+            for latents in trajectory.final_latents.split(self.decode_batch_size)
+        ]).cpu()  # fmt: skip
+        self._tick("decode")
         rows = trajectory.rows()
         return [
             ImageOutput(image, row if keep else {}, {k: v[0] for k, v in cond.items()} if keep else {})
             for image, row, cond in zip(images, rows, conditions, strict=True)
         ]
+
+    def _tick(self, phase: str) -> None:
+        """Charge the time since the last tick to a phase; waits for the device, three times a batch."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._clock
+        self._clock = now
+
+    def take_seconds(self) -> dict[str, float]:
+        """Time spent in each phase since the last call."""
+        seconds, self.seconds = self.seconds, {}
+        return seconds
 
     def _model_config(self, params: dict[str, Any]) -> DiffusionModelConfig:
         pipeline = {k: params[k] for k in PIPELINE_KEYS if k in params}
