@@ -17,6 +17,10 @@ BATCHED = ("data_sources", "solution_images", "images", "prompts", "ground_truth
 SERVICES = ("reward_router_address", "reward_model_tokenizer")
 
 
+class RewardError(ValueError):
+    """A reward function that failed or gave no score. Its text is one line in the user's words."""
+
+
 class RewardFunction:
     """`score(samples)` for a list of samples, whatever the function's own shape: one or many, sync or async.
 
@@ -73,7 +77,7 @@ class RewardFunction:
             results = results.tolist()
         if not isinstance(results, list | tuple) or len(results) != len(samples):
             count = f"{len(results)}" if hasattr(results, "__len__") else type(results).__name__
-            raise ValueError(
+            raise RewardError(
                 f"reward function {self.name} returned {count} for {len(samples)} images: expected a list with one "
                 "score (or dict with a score) for each"
             )
@@ -94,7 +98,7 @@ class RewardFunction:
             result = await asyncio.get_running_loop().run_in_executor(None, lambda: self.function(**arguments))
             return await result if inspect.isawaitable(result) else result
         except Exception as error:
-            raise RuntimeError(
+            raise RewardError(
                 f"reward function {self.name} raised {type(error).__name__}: {error} "
                 f'(prompt: "{sample.get("prompt", "")}")'
             ) from error
@@ -105,7 +109,7 @@ class RewardFunction:
         if getattr(score, "size", None) == 1 or isinstance(score, torch.Tensor) and score.numel() == 1:
             score = score.item()
         if not isinstance(score, int | float) or not math.isfinite(score):
-            raise ValueError(
+            raise RewardError(
                 f"reward function {self.name} returned {score!r}: expected a finite number, or a dict with one under "
                 f'"score" (prompt: "{sample.get("prompt", "")}")'
             )

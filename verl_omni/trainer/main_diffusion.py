@@ -11,9 +11,10 @@ from typing import Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from verl_omni.trainer.config import schema
-from verl_omni.utils.suggest import unknown
+from verl_omni.utils.suggest import nearest
 
 schema.register()
 
@@ -138,17 +139,27 @@ def config_writable(config: DictConfig) -> Any:
 def _hydra_main(config: DictConfig) -> None:
     try:
         run_diffusion(config)
-    except (ValueError, FileNotFoundError, ModuleNotFoundError, NotImplementedError) as error:
-        if os.environ.get("HYDRA_FULL_ERROR") or not is_users_mistake(error):
+    except Exception as error:
+        line = users_mistake(error)
+        if line is None or os.environ.get("HYDRA_FULL_ERROR"):
             raise
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {line}")
 
 
-def is_users_mistake(error: BaseException) -> bool:
-    """A mistake found before the workers start needs no traceback."""
-    import ray
+def users_mistake(error: Exception) -> str | None:
+    """The one line that says it all: for what is found before the workers start, and for a reward that fails."""
+    from ray.exceptions import RayError, RayTaskError
 
-    return not isinstance(error, ray.exceptions.RayError)
+    from verl_omni.reward_loop.reward_function import RewardError
+
+    if isinstance(error, RewardError):
+        while isinstance(error, RayTaskError):
+            error = error.cause
+        return str(error)
+    known = (ValueError, FileNotFoundError, ModuleNotFoundError, NotImplementedError, OmegaConfBaseException)
+    if isinstance(error, known) and not isinstance(error, RayError):
+        return " ".join(str(error).split())
+    return None
 
 
 def main() -> None:
@@ -178,7 +189,7 @@ def check_override_names(arguments: list[str]) -> None:
             continue
         open_ends = ("extra", "reward_kwargs", "engine_kwargs")
         if key not in known and not any(f".{end}." in key for end in open_ends):
-            sys.exit("error: " + unknown("config key", key, known))
+            sys.exit(f'error: unknown config key "{key}".{nearest(key, known)} `--help` lists all of them')
 
 
 def known_keys() -> set[str]:

@@ -2,12 +2,17 @@
 
 from omegaconf import DictConfig
 
+from verl_omni.trainer.diffusion.checkpointing import find_resume
 from verl_omni.trainer.diffusion.preparation import prepare_config
+
+# Tokens that a model's template adds to a prompt, at most.
+TEMPLATE_ROOM = 64
 
 
 def preflight(config: DictConfig) -> DictConfig:
     """The resolved configuration; raises one clear line where the run could not work."""
     config = prepare_config(config)
+    find_resume(config.trainer.default_local_dir, config.trainer.resume_mode, config.trainer.resume_from_path)
     check_data(config)
     if config.algorithm.sample_source == "online":
         check_rewards(config)
@@ -34,10 +39,11 @@ def check_data(config: DictConfig) -> None:
     for dataset in (train, val):
         if dataset is None or "images" in dataset.columns:
             continue
-        # Only the longest texts can be too long: the rest need no tokenizer.
-        texts = sorted((dataset[i]["prompt"] for i in range(len(dataset))), key=len)[-8:]
+        rows = (dataset[i] for i in range(len(dataset)))
+        texts = {text for row in rows for text in (row["prompt"], row.get("negative_prompt") or "")}
         for text in texts:
-            adapter.tokenize(tokenizers, text, limit)
+            if len(text.encode()) + TEMPLATE_ROOM > limit:  # a token is a byte or more: the rest is short enough
+                adapter.tokenize(tokenizers, text, limit)
 
 
 def check_rewards(config: DictConfig) -> None:

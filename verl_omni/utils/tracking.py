@@ -89,7 +89,8 @@ class Console:
     def log(self, data: Mapping[str, Any], step: int) -> None:
         from tqdm import tqdm
 
-        tqdm.write(self.line(data, step))
+        if any(key.startswith(VALIDATION) or key in (name for name, _, _ in WATCHED) for key in data):
+            tqdm.write(self.line(data, step))
 
     def line(self, data: Mapping[str, Any], step: int) -> str:
         parts = [f"step {step}" + (f"/{self.total_steps}" if self.total_steps else "")]

@@ -181,8 +181,11 @@ class BaseRayDiffusionTrainer:
             return False
         state = torch.load(path / "trainer.pt", weights_only=False)
         self.actor_wg.load_checkpoint(str(path))
-        self.train_loader.load_state_dict(state["data"])
         self.global_step = state["global_step"]
+        if self.train_loader is None:
+            print(f"Validating {path}.", flush=True)
+            return True
+        self.train_loader.load_state_dict(state["data"])
         print(f"Resuming from {path}: step {self.global_step} of {self.total_steps} is done.", flush=True)
         return True
 
@@ -192,7 +195,7 @@ class BaseRayDiffusionTrainer:
         """Train to the last step: validate, save and log as the config says."""
         trainer = self.config.trainer
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        resumed = self.train_loader is not None and self.load_checkpoint()
+        resumed = self.load_checkpoint()
         OmegaConf.save(self.config, self.run_dir / "config.yaml", resolve=True)
         tracking = Tracking(
             list(trainer.logger),
@@ -206,8 +209,7 @@ class BaseRayDiffusionTrainer:
         if (
             self.val_loader is not None
             and self.online
-            and not resumed
-            and (trainer.val_before_train or trainer.val_only)
+            and (trainer.val_only or (trainer.val_before_train and not resumed))
         ):
             tracking.log(self.validate(), step=self.global_step)
         if not trainer.val_only:
@@ -230,15 +232,18 @@ class BaseRayDiffusionTrainer:
                 ):
                     with timer(timing, "testing"):
                         metrics |= self.validate()
-                if is_due(self.global_step, self.config.trainer.save_freq, last):
-                    with timer(timing, "save_checkpoint"):
-                        self.save_checkpoint()
                 metrics |= compute_mfu_metrics(metrics, timing)
                 metrics |= compute_data_metrics_diffusion(batch)
                 metrics |= compute_timing_metrics_diffusion(timing, len(batch))
                 metrics |= compute_throughput_metrics_diffusion(batch, timing, self.actor_wg.world_size)
                 metrics["training/global_step"] = self.global_step
                 tracking.log(metrics, step=self.global_step)
+                # After the line is written: a run that goes on from this checkpoint keeps all lines up to it.
+                if is_due(self.global_step, self.config.trainer.save_freq, last):
+                    saving: dict[str, float] = {}
+                    with timer(saving, "save_checkpoint"):
+                        self.save_checkpoint()
+                    tracking.log({"timing_s/save_checkpoint": saving["save_checkpoint"]}, step=self.global_step)
                 bar.set_postfix(reward=f"{metrics['critic/rewards/mean']:.3f}", step=f"{timing['step']:.1f}s")
                 bar.update()
 

@@ -30,7 +30,7 @@ def publish(folder: str | Path, step: int, keep: int | None = None) -> Iterator[
     """Write into the folder that this yields; it gets its name only if the block ends without an error."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for rest in folder.glob(".writing_global_step_*"):
+    for rest in folder.glob(".*_global_step_*"):  # what a killed run left behind
         shutil.rmtree(rest)
     writing = folder / f".writing_global_step_{step}"
     writing.mkdir()
@@ -38,15 +38,16 @@ def publish(folder: str | Path, step: int, keep: int | None = None) -> Iterator[
     _flush(writing)
     final = folder / f"global_step_{step}"
     if final.exists():
-        shutil.rmtree(final)
+        _remove(final)
     writing.rename(final)
     latest = folder / f".{LATEST}"
     latest.write_text(str(step))
     latest.replace(folder / LATEST)
     _flush_folder(folder)
     if keep is not None:
-        for old in list(whole_checkpoints(folder).values())[:-keep]:
-            shutil.rmtree(old)
+        older = [path for number, path in whole_checkpoints(folder).items() if number < step]
+        for old in older[: len(older) - (keep - 1)]:
+            _remove(old)
 
 
 def find_resume(folder: str | Path, mode: str, path: str | None) -> Path | None:
@@ -62,13 +63,16 @@ def find_resume(folder: str | Path, mode: str, path: str | None) -> Path | None:
     chosen = Path(path).expanduser()
     if not NAME.fullmatch(chosen.name) or not (chosen / "trainer.pt").is_file():
         raise ValueError(
-            f'trainer.resume_from_path="{path}" is no checkpoint: expected a folder named global_step_N that a run wrote'
+            f'trainer.resume_from_path="{path}" is no checkpoint: expected a global_step_N folder that a run wrote'
         )
     return chosen
 
 
-def step_of(checkpoint: Path) -> int:
-    return int(NAME.fullmatch(checkpoint.name)[1])
+def _remove(checkpoint: Path) -> None:
+    """Take its name away first: a checkpoint that is half deleted must not look whole."""
+    going = checkpoint.with_name(f".removing_{checkpoint.name}")
+    checkpoint.rename(going)
+    shutil.rmtree(going)
 
 
 def _flush(folder: Path) -> None:

@@ -6,6 +6,7 @@ Everything here happens before a worker starts, so that a mistake costs seconds.
 import dataclasses
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from verl_omni.algorithms.registry import (
@@ -22,11 +23,12 @@ from verl_omni.trainer.config.schema import DiffusionTrainerConfig
 from verl_omni.utils.external_lib import import_external_lib
 from verl_omni.utils.suggest import unknown
 from verl_omni.utils.tracking import known_backends
-from verl_omni.workers.config import DiffusionPipelineConfig, validation_pipeline
+from verl_omni.workers.config import DiffusionActorConfig, DiffusionPipelineConfig, validation_pipeline
 
 TRAINER_TYPES = ("policy_gradient", "direct_preference")
 SAMPLE_SOURCES = ("online", "offline")
 ROLLOUT_ENGINES = ("diffusers",)
+LR_SCHEDULES = ("constant", "linear", "cosine")
 
 
 def prepare_config(config: DictConfig) -> DictConfig:
@@ -65,6 +67,9 @@ def _check(settings: DiffusionTrainerConfig) -> None:
         raise ValueError("actor_rollout_ref.model.path is not set: give the diffusers folder of the model to train")
     if settings.data.train_files is None and not trainer.val_only:
         raise ValueError("data.train_files is not set: give a parquet or JSONL file of prompts")
+    if settings.data.val_files is None and trainer.val_only:
+        raise ValueError("trainer.val_only=true needs data.val_files: give a parquet or JSONL file of prompts")
+    _check_engine(arr.actor)
     get_diffusion_adv_estimator_fn(settings.algorithm.adv_estimator)
     get_step(arr.rollout.algo.sde_type)
     adapter = DiffusionModelBase.get_class(arr.model)
@@ -73,6 +78,23 @@ def _check(settings: DiffusionTrainerConfig) -> None:
     for where, pipeline in (("", arr.rollout.pipeline), ("val_kwargs.", validation_pipeline(arr.rollout))):
         _check_size(f"actor_rollout_ref.rollout.{where}pipeline", pipeline, adapter, arr.model)
     _check_numbers(settings)
+
+
+def _check_engine(actor: DiffusionActorConfig) -> None:
+    """Names and numbers that only the worker would stumble over."""
+    where = "actor_rollout_ref.actor."
+    _one_of(f"{where}optim.lr_scheduler_type", actor.optim.lr_scheduler_type, LR_SCHEDULES)
+    optimizers = [name for name, thing in vars(torch.optim).items() if isinstance(thing, type)]
+    _one_of(f"{where}optim.optimizer", actor.optim.optimizer, optimizers)
+    for name in ("dtype", "model_dtype"):
+        value = getattr(actor.fsdp_config, name)
+        if value is not None:
+            _one_of(f"{where}fsdp_config.{name}", value, ("float32", "bfloat16", "float16"))
+    for name in ("save_contents", "load_contents"):
+        for value in getattr(actor.checkpoint, name):
+            _one_of(f"{where}checkpoint.{name}", value, ("model", "optimizer", "extra", "export"))
+    if not 0 <= actor.ema_decay < 1:
+        raise ValueError(f"{where}ema_decay={actor.ema_decay}: expected 0 (none) or a number below 1, such as 0.99")
 
 
 def _check_guidance(settings: DiffusionTrainerConfig, adapter: type[DiffusionModelBase]) -> None:
@@ -113,6 +135,10 @@ def _check_numbers(settings: DiffusionTrainerConfig) -> None:
         "trainer.n_gpus_per_node": settings.trainer.n_gpus_per_node,
         "trainer.nnodes": settings.trainer.nnodes,
     }
+    if settings.trainer.max_ckpt_to_keep is not None:
+        positive["trainer.max_ckpt_to_keep"] = settings.trainer.max_ckpt_to_keep
+    if settings.trainer.total_training_steps is not None:
+        positive["trainer.total_training_steps"] = settings.trainer.total_training_steps
     for name, value in positive.items():
         if value < 1:
             raise ValueError(f"{name}={value}: expected 1 or more")

@@ -1,0 +1,209 @@
+"""Bad input costs seconds: one line that says what to type, before any worker starts."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hydra import compose, initialize_config_module
+from tiny_models import tiny_checkpoint
+
+from verl_omni.trainer import main_diffusion
+from verl_omni.trainer.preflight import preflight
+
+
+def row(prompt: str = "a cat", source: str = "jpeg_compressibility", **more) -> dict:
+    return {"data_source": source, "prompt": prompt, "reward_model": {"style": "rule", "ground_truth": ""}} | more
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Files of prompts, good and bad."""
+    folder = tmp_path_factory.mktemp("data")
+    pq.write_table(pa.Table.from_pylist([row(f"a cat, number {i}") for i in range(8)]), folder / "good.parquet")
+    files = {
+        "good": [row(f"a cat, number {i}") for i in range(8)],
+        "nameless": [{k: v for k, v in row().items() if k != "data_source"}],
+        "misspelt": [{"promt": "a cat", **{k: v for k, v in row().items() if k != "prompt"}}],
+        "without_truth": [row() | {"reward_model": {}}],
+        "long": [row("a cat")] * 7 + [row("word " * 300)],
+        "long_in_bytes": [row("a cat, " * 20)] * 30 + [row("猫" * 60)],
+        "long_negative": [row()] * 7 + [row(negative_prompt="word " * 300)],
+        "other_reward": [row()] * 7 + [row(source="jpeg_compresibility")],
+    }
+    for name, rows in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (folder / "empty.parquet").write_bytes(b"")
+    (folder / "broken.parquet").write_bytes(b"no parquet at all")
+    (folder / "prompts.txt").write_text("a cat\n")
+    (folder / "nan.py").write_text("def compute_score(image):\n    return float('nan')\n")
+    (folder / "typo.py").write_text("def compute_score(imgae):\n    return 1.0\n")
+    (folder / "no_model").mkdir()
+    (folder / "stranger").mkdir()
+    (folder / "stranger/model_index.json").write_text('{"_class_name": "QwenImagesPipeline"}')
+    (folder / "run/global_step_3").mkdir(parents=True)
+    return folder
+
+
+def settings(data: Path, *overrides: str) -> list[str]:
+    return [
+        f"actor_rollout_ref.model.path={tiny_checkpoint()}",
+        f"data.train_files={data}/good.parquet",
+        f"data.val_files={data}/good.jsonl",
+        "data.train_batch_size=4",
+        "actor_rollout_ref.rollout.pipeline.height=32",
+        "actor_rollout_ref.rollout.pipeline.width=32",
+        "actor_rollout_ref.rollout.pipeline.max_sequence_length=128",
+        f"trainer.default_local_dir={data}/fresh",
+        *[override.format(data=data) for override in overrides],
+    ]
+
+
+def config(data: Path, *overrides: str):
+    with initialize_config_module("verl_omni.trainer.config", version_base=None):
+        return compose("diffusion_trainer", settings(data, *overrides))
+
+
+A = "actor_rollout_ref."
+CASES = {
+    # files
+    "no model": (["actor_rollout_ref.model.path=null"], "actor_rollout_ref.model.path is not set"),
+    "model not there": (["actor_rollout_ref.model.path=/no/such/folder"], 'path="/no/such/folder" is no folder'),
+    "folder is no model": (["actor_rollout_ref.model.path={data}/no_model"], "holds no model_index.json"),
+    "unknown architecture": (["actor_rollout_ref.model.path={data}/stranger"], 'did you mean "QwenImagePipeline"'),
+    "no prompts": (["data.train_files=null"], "data.train_files is not set"),
+    "file not there": (["data.train_files=/no/such.parquet"], "no such file: /no/such.parquet. Set data.train_files="),
+    "validation file not there": (["data.val_files=/no/such.parquet"], "Set data.val_files="),
+    "folder for a file": (["data.train_files={data}"], "is a folder: set data.train_files"),
+    "empty file": (["data.train_files={data}/empty.parquet"], "is empty: data.train_files needs at least one prompt"),
+    "broken file": (["data.train_files={data}/broken.parquet"], "is not a readable parquet file"),
+    "other file type": (["data.train_files={data}/prompts.txt"], "takes .parquet and .jsonl"),
+    "missing column": (["data.train_files={data}/nameless.jsonl"], 'has no column "data_source"'),
+    "misspelt column": (["data.train_files={data}/misspelt.jsonl"], 'Did you mean "promt"?'),
+    "no ground truth": (["data.train_files={data}/without_truth.jsonl"], "reward_model has no ground_truth"),
+    "few prompts": (["data.train_batch_size=12", f"{A}actor.ppo_mini_batch_size=4"], "more than the 8 prompts"),
+    "long prompt": (["data.train_files={data}/long.jsonl"], "more than max_sequence_length=128: shorten it or raise"),
+    "few letters, many tokens": (["data.val_files={data}/long_in_bytes.jsonl"], "more than max_sequence_length=128"),
+    "long negative prompt": (["data.train_files={data}/long_negative.jsonl"], "more than max_sequence_length=128"),
+    # names
+    "unknown algorithm": ([f"{A}model.algorithm=flow_gpro"], 'unknown algorithm "flow_gpro": did you mean "flow_grpo"'),
+    "unknown loss": ([f"{A}actor.diffusion_loss.loss_mode=flow_gpro"], 'did you mean "flow_grpo"'),
+    "unknown estimator": (["algorithm.adv_estimator=gdop"], 'did you mean "gdpo"'),
+    "unknown setting of a loss": ([f"+{A}actor.diffusion_loss.extra.penalti=1"], "penalti"),
+    "unknown step": ([f"{A}rollout.algo.sde_type=dance_sd"], 'did you mean "dance_sde"'),
+    "unknown window schedule": ([f"{A}rollout.algo.sde_window_schedule=progresive"], 'did you mean "progressive"'),
+    "unknown engine": ([f"{A}rollout.name=difusers"], 'did you mean "diffusers"'),
+    "unknown strategy": ([f"{A}actor.strategy=fsdp"], 'did you mean "fsdp2"'),
+    "unknown optimizer": ([f"{A}actor.optim.optimizer=AdmW"], 'did you mean "AdamW"'),
+    "unknown learning-rate schedule": ([f"{A}actor.optim.lr_scheduler_type=cosin"], 'did you mean "cosine"'),
+    "unknown dtype": ([f"{A}actor.fsdp_config.dtype=bfloat"], 'did you mean "bfloat16"'),
+    "unknown content of checkpoints": ([f"{A}actor.checkpoint.save_contents=[modle]"], 'did you mean "model"'),
+    "unknown tracker": (["trainer.logger=[wandbb]"], 'did you mean "wandb"'),
+    "unknown trainer": (["algorithm.trainer_type=policy_gradients"], 'did you mean "policy_gradient"'),
+    "unknown sample source": (["algorithm.sample_source=onlin"], 'did you mean "online"'),
+    "unknown device": (["trainer.device=gpu"], "expected cuda or cpu"),
+    "unknown reward": (["data.train_files={data}/other_reward.jsonl"], 'did you mean "jpeg_compressibility"'),
+    "reward file not there": (["reward.custom_reward_function.path=/no/reward.py"], "there is no such file"),
+    "reward function not there": (
+        ["reward.custom_reward_function.path={data}/nan.py", "reward.custom_reward_function.name=score"],
+        "known: compute_score",
+    ),
+    "reward parameter": (["reward.custom_reward_function.path={data}/typo.py"], 'did you mean "image"'),
+    "module not there": ([f"{A}model.external_lib=no_such_module"], "is its folder on PYTHONPATH?"),
+    # numbers
+    "height": ([f"{A}rollout.pipeline.height=40"], "height=40 is no multiple of 16 (vae_scale_factor * 2): try 32 or"),
+    "width of validation": ([f"{A}rollout.val_kwargs.pipeline.width=8"], "val_kwargs.pipeline.width=8 is no multiple"),
+    "steps": ([f"{A}rollout.pipeline.num_inference_steps=0"], "num_inference_steps=0"),
+    "batch": (["data.train_batch_size=6", f"{A}actor.ppo_mini_batch_size=4"], "is no multiple of"),
+    "ranks": (["trainer.n_gpus_per_node=3", f"{A}rollout.n=4"], "do not divide among 3 devices"),
+    "group of one": ([f"{A}rollout.n=1"], "a group of one image has nothing to compare with"),
+    "no images": ([f"{A}rollout.n=0"], "actor_rollout_ref.rollout.n=0: expected 1 or more"),
+    "window outside": ([f"{A}rollout.algo.sde_window_range=[4,12]"], "lies outside the 9 steps that can be trained"),
+    "window too large": ([f"{A}rollout.algo.sde_window_size=10"], "expected 1 to 9"),
+    "fraction": (["algorithm.timestep_fraction=1.5"], "expected 0 < f <= 1"),
+    "average": ([f"{A}actor.ema_decay=1.0"], "ema_decay=1.0: expected 0 (none) or a number below 1"),
+    "checkpoints": (["trainer.max_ckpt_to_keep=0"], "trainer.max_ckpt_to_keep=0: expected 1 or more"),
+    "training steps": (["trainer.total_training_steps=0"], "trainer.total_training_steps=0: expected 1 or more"),
+    "guidance": ([f"{A}model.algorithm=diffusion_nft", f"{A}rollout.pipeline.true_cfg_scale=4"], "true_cfg_scale=1"),
+    # resuming
+    "resume mode": (["trainer.resume_mode=atuo"], "expected auto, disable or resume_path"),
+    "no checkpoint named": (["trainer.resume_mode=resume_path"], "trainer.resume_from_path=<a global_step_N folder>"),
+    "checkpoint that is none": (
+        ["trainer.resume_mode=resume_path", "trainer.resume_from_path={data}/run/global_step_3"],
+        "is no checkpoint",
+    ),
+    "validation without prompts": (["trainer.val_only=true", "data.val_files=null"], "needs data.val_files"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_clear_line_before_any_worker_starts(name, data, monkeypatch):
+    def no_ray(*args, **kwargs):
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr("ray.init", no_ray)
+    overrides, said = CASES[name]
+    with pytest.raises(Exception) as caught:  # noqa: B017  (which one is checked below)
+        main_diffusion.run_diffusion(config(data, *overrides))
+    line = main_diffusion.users_mistake(caught.value)
+    assert line is not None, f"a traceback for a user's mistake: {caught.value!r}"
+    assert said in line and "\n" not in line
+    assert not (data / "fresh").exists()
+
+
+def test_the_good_configuration_of_these_tests_is_good(data):
+    prepared = preflight(config(data))
+    assert prepared.actor_rollout_ref.rollout.algo.sde_type == "sde"
+    assert prepared.actor_rollout_ref.actor.diffusion_loss.clip_ratio == 1e-4
+
+
+# ---- the command itself --------------------------------------------------------------------------------
+
+
+def command(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess:
+    call = [sys.executable, "-m", "verl_omni.trainer.main_diffusion", *arguments]
+    return subprocess.run(call, cwd=cwd, env=dict(os.environ), capture_output=True, text=True, timeout=250)
+
+
+def test_the_command_prints_one_line_and_fails(data, tmp_path):
+    done = command(*settings(data, f"{A}model.algorithm=flow_gpro"), cwd=tmp_path)
+    assert done.returncode != 0 and done.stdout == ""
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1 and lines[0].startswith('error: unknown algorithm "flow_gpro": did you mean "flow_grpo"?')
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [("trainer.sav_freq=1", "trainer.save_freq"), ("actor_rollout_ref.rollout.pipeline.hight=32", "pipeline.height")],
+)
+def test_an_unknown_key_names_the_nearest(key, meant, capsys):
+    with pytest.raises(SystemExit) as left:
+        main_diffusion.check_override_names([key])
+    assert f'unknown config key "{key.split("=")[0]}"' in str(left.value) and meant in str(left.value)
+    assert "--help" in str(left.value) and "\n" not in str(left.value) and len(str(left.value)) < 300
+
+
+@pytest.mark.parametrize("key", ["trainer.save_freq=1", "+anything.new=1", "--config-name=x", "hydra.verbose=true",
+                                 "actor_rollout_ref.actor.diffusion_loss.extra.penalty=2"])  # fmt: skip
+def test_known_keys_and_hydras_own_words_pass(key):
+    main_diffusion.check_override_names([key])
+
+
+def test_a_value_of_the_wrong_type_is_named(data, tmp_path):
+    done = command(*settings(data, f"{A}rollout.n=many"), cwd=tmp_path)
+    assert done.returncode != 0 and "actor_rollout_ref.rollout.n" in done.stderr and "many" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_and_the_printed_configuration_are_readable(tmp_path):
+    text = command("--help", cwd=tmp_path).stdout
+    for knob in ("actor_rollout_ref.model.algorithm=flow_grpo", "trainer.resume_mode=auto", "data.train_files=null"):
+        assert f"  {knob}\n      " in text
+    assert "PPO clip range epsilon" in text and "--cfg job" in text
+    done = command("--cfg", "job", "trainer.save_freq=7", cwd=tmp_path)
+    assert done.returncode == 0 and "  save_freq: 7\n" in done.stdout and "hydra:" not in done.stdout
