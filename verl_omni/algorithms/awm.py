@@ -3,7 +3,8 @@
 `diffusion_loss.extra`:
     weighting     of the error over noise levels t: uniform, t, t2 (t²) or huber, t·(√(e + 1e-10) - 1e-5) (uniform)
     kl_beta       weight of the distance to the reference (0; 0 needs no reference)
-    ema_kl_beta   weight of the distance to a moving average of the policy (0; 0 needs none)
+    ema_kl_beta   weight of the distance to a moving average of the policy, which follows it as
+                  `algorithm.old_policy_decay_schedule` says (0; 0 needs none)
 """
 
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ register_algorithm(
         name="awm",
         loss="awm",
         trainer_type="direct_preference",
+        algorithm={"old_policy_decay_schedule": "linear_to_0_3"},
         description="AWM: advantage-weighted flow matching with a clipped ratio",
     )
 )

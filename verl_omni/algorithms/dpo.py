@@ -28,6 +28,7 @@ register_algorithm(
         name="dpo",
         loss="dpo",
         trainer_type="direct_preference",
+        algorithm={"paired_preference": True},
         description="Diffusion-DPO: chosen against rejected images, offline or best against worst online",
     )
 )

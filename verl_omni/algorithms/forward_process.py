@@ -6,11 +6,13 @@ import torch
 
 from verl_omni.algorithms.advantages import apply_adv_mode
 from verl_omni.algorithms.base import column, row_mean
-from verl_omni.algorithms.registry import estimate_advantages
+from verl_omni.algorithms.registry import estimate_advantages, get_algorithm, get_diffusion_loss_fn
 from verl_omni.utils.suggest import unknown
 
 if TYPE_CHECKING:
     from verl import DataProto
+
+    from verl_omni.workers.config import DiffusionActorConfig
 
 SIGMA_DISTRIBUTIONS = ("uniform", "logit_normal", "rollout")
 
@@ -29,6 +31,26 @@ def matching_error(velocity: torch.Tensor, clean_latents: torch.Tensor, noise: t
 def velocity_distance(velocity: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """``mean((v - v_other)²)`` of each row, with a gradient to ``velocity`` only: (B,)."""
     return row_mean((velocity - other.detach()) ** 2)
+
+
+def anchor_policies(algorithm: str, config: "DiffusionActorConfig") -> dict[str, str]:
+    """The velocities of other policies that the loss asks for, and whose they are.
+
+    ``old_velocity`` is of the policy that made the samples, ``ema_velocity`` of the slowly following one.
+    """
+    policies = {
+        "old_velocity": get_algorithm(algorithm).rollout_policy,
+        "ref_velocity": "reference",
+        "ema_velocity": "old",
+    }
+    needed = get_diffusion_loss_fn(config.diffusion_loss.loss_mode).data_keys(config)
+    return {key: policy for key, policy in policies.items() if key in needed}
+
+
+def follows_old_policy(algorithm: str, config: "DiffusionActorConfig") -> bool:
+    """Whether a copy of the policy has to follow the trained one: to sample with, or to stay close to."""
+    sampling = get_algorithm(algorithm).rollout_policy
+    return "old" in (sampling, *anchor_policies(algorithm, config).values())
 
 
 def draw_sigmas(

@@ -65,6 +65,7 @@ class TaskRunner:
 
     def run(self, config: DictConfig) -> None:
         from verl_omni.trainer.diffusion import ray_diffusion_trainer as trainers
+        from verl_omni.utils.dataset.offline_pairs import collate_pairs
 
         worker = self.add_actor_rollout_worker(config)
         self.add_ref_policy_worker(config, worker)
@@ -81,6 +82,7 @@ class TaskRunner:
             resource_pool_manager=self.init_resource_pool_mgr(config),
             train_dataset=train_dataset,
             val_dataset=val_dataset,
+            collate_fn=collate_pairs if config.algorithm.sample_source == "offline" else None,
             device_name=config.trainer.device,
         )
         trainer.init_workers()
@@ -89,9 +91,18 @@ class TaskRunner:
 
 
 def load_datasets(config: DictConfig) -> tuple[Any, Any]:
+    """Training and validation data: prompts, or (offline) cached pairs that fit the model."""
+    from verl_omni.pipelines.model_base import DiffusionModelBase
+    from verl_omni.utils.dataset.offline_pairs import OfflinePairDataset, model_fingerprint
     from verl_omni.utils.dataset.prompt_dataset import PromptDataset
 
     data, train, val = config.data, None, None
+    if config.algorithm.sample_source == "offline":
+        train = OfflinePairDataset(data.train_files)
+        model = OmegaConf.to_object(config.actor_rollout_ref.model)
+        fingerprint = model_fingerprint(model.path, DiffusionModelBase.get_class(model).trained_components)
+        train.check(model, fingerprint, needs_scores=not config.algorithm.paired_preference)
+        return train, None
     if data.train_files is not None and not config.trainer.val_only:
         train = PromptDataset(data.train_files, key="data.train_files")
     if data.val_files is not None:

@@ -32,6 +32,8 @@ def check_data(config: DictConfig) -> None:
             f"data.train_batch_size={config.data.train_batch_size} is more than the {len(train)} prompts of "
             "data.train_files: lower it or give more prompts"
         )
+    if config.algorithm.sample_source == "offline":
+        return  # prompts are encoded already
     model_config = OmegaConf.to_object(config.actor_rollout_ref.model)
     adapter = DiffusionModelBase.get_class(model_config)
     tokenizers = adapter.load_tokenizers(model_config)

@@ -14,6 +14,8 @@ from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.distributed import initialize_global_process_group_ray
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
+import verl_omni.workers.engine.fsdp.preference_impl  # noqa: F401  (registers its engine)
+from verl_omni.algorithms.forward_process import anchor_policies, follows_old_policy
 from verl_omni.utils.external_lib import import_external_lib
 from verl_omni.utils.flops import FlopMeter, peak_flops
 from verl_omni.workers.config import DiffusionActorConfig, DiffusionModelConfig, DiffusionRolloutConfig
@@ -56,11 +58,15 @@ class DiffusionWorker(Worker):
         self.engine.initialize()
         self.engine.micro_batch_size = self.actor_config.ppo_micro_batch_size_per_gpu
         self.loss_function = build_loss_function(self.actor_config)
+        self.engine.rows_per_unit = self.loss_function.loss_fn.rows_per_unit
+        self.anchors = anchor_policies(self.model_config.algorithm, self.actor_config)
         self.peak_flops = peak_flops()
         self.flop_meter = FlopMeter(self.engine.parts.values()) if self.peak_flops else None
         self.flops: dict[str, float] = {}
         if self.loss_function.needs_reference:
             self.engine.keep_reference()
+        if follows_old_policy(self.model_config.algorithm, self.actor_config):
+            self.engine.policies.keep("old")
         if self.actor_config.ema_decay:
             self.engine.keep_ema(self.actor_config.ema_decay)
         if self.config.algorithm.sample_source == "online" and self.rollout_config.name == "diffusers":
@@ -153,9 +159,8 @@ class DiffusionWorker(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_actor(self, data: DataProto) -> dict[str, float]:
         """All optimizer steps of one rollout; `num_mini_batches` and `epochs` are in the batch's meta_info."""
-        batch = self._batch(data)
-        size, epochs = len(data) // data.meta_info["num_mini_batches"], data.meta_info["epochs"]
-        minis = [{k: v[i : i + size] for k, v in batch.items()} for i in range(0, len(data), size)]
+        epochs = data.meta_info["epochs"]
+        minis = [self.engine.before_update(mini, self.anchors) for mini in self._mini_batches(data)]
         history = []
         with self.engine.train_mode():
             own = self._takes_own_log_probs()
@@ -180,6 +185,18 @@ class DiffusionWorker(Worker):
         metrics["perf/max_memory_allocated_gb"] = get_torch_device().max_memory_allocated() / gib
         metrics["perf/max_memory_reserved_gb"] = get_torch_device().max_memory_reserved() / gib
         return metrics
+
+    def _mini_batches(self, data: DataProto) -> list[dict[str, torch.Tensor]]:
+        """Equal ones, or of the sizes in `mini_batch_rows`."""
+        count = data.meta_info["num_mini_batches"]
+        sizes = data.meta_info.get("mini_batch_rows") or [len(data) // count] * count
+        columns = {k: v.split(sizes) for k, v in self._batch(data).items()}
+        return [{k: v[i] for k, v in columns.items()} for i in range(count)]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def update_old_policy(self, decay: float) -> None:
+        """old <- decay * old + (1 - decay) * current."""
+        self.engine.policies.blend("old", decay)
 
     def _count_flops(self, stage: str) -> None:
         if self.flop_meter is not None:

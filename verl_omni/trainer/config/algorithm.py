@@ -25,16 +25,24 @@ class DiffusionAlgoConfig:
     adv_estimator: str = knob("flow_grpo", "name of a registered advantage estimator or algorithm")
     norm_adv_by_std_in_grpo: bool | None = knob(True, "divide advantages by the standard deviation; false is Dr.GRPO")
     global_std: bool | None = knob(True, "that of the whole batch, not of the group")
-    old_policy_decay_schedule: str = knob(
+    old_policy_decay_schedule: str | None = knob(
         "copy", "how the old policy follows: copy, linear_to_0_3, linear_to_0_5, delayed_linear_to_0_999"
     )
     old_policy_decay: float | None = knob(None, "decay of the old policy: old <- d * old + (1 - d) * new")
     old_policy_update_interval: int = knob(1, "training steps between two updates of the old policy")
     timestep_fraction: float | None = knob(
-        1.0, "share of a trajectory's stochastic steps that is trained, drawn at random"
+        1.0, "share of a rollout's steps that is trained, drawn at random (direct preference: so many noise levels)"
+    )
+    timesteps_per_sample: int | None = knob(
+        None, "direct preference: noise levels that a sample is trained at in one update; null: timestep_fraction"
+    )
+    timestep_distribution: str | None = knob(
+        "uniform", "direct preference: noise levels are drawn uniform, logit_normal or from the rollout's own steps"
     )
     adv_mode: str = knob(
         "continuous", "advantages as they are (continuous), positive_only, negative_only, one_only or binary"
     )
-    paired_preference: bool = knob(False, "the data set holds chosen/rejected pairs")
+    paired_preference: bool | None = knob(
+        False, "offline: chosen/rejected stands for the rewards 1 and 0; false: the data set's own scores are needed"
+    )
     rollout_correction: RolloutCorrectionConfig = knob(RolloutCorrectionConfig, "")

@@ -6,6 +6,7 @@
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import nan
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -36,6 +37,9 @@ from verl_omni.utils.dataset.prompt_loader import create_dataloader, create_val_
 from verl_omni.utils.tracking import Tracking
 from verl_omni.workers.config import validation_pipeline
 from verl_omni.workers.losses import build_loss_function
+
+# A sample's seed is a number of its own in each of these spaces, so that no two draws ever share one.
+SEEDS_PER_STEP = 1_000_000
 
 
 class BaseRayDiffusionTrainer:
@@ -74,7 +78,9 @@ class BaseRayDiffusionTrainer:
         self.train_loader = self.val_loader = None
         self.total_steps = 0
         if self.train_dataset is not None:
-            self.train_loader = create_dataloader(self.train_dataset, data.train_batch_size, data.shuffle, data.seed)
+            self.train_loader = create_dataloader(
+                self.train_dataset, data.train_batch_size, data.shuffle, data.seed, collate_fn=collate_fn
+            )
             self.total_steps = trainer.total_training_steps or steps_for_epochs(
                 len(self.train_dataset), data.train_batch_size, trainer.total_epochs
             )
@@ -123,6 +129,25 @@ class BaseRayDiffusionTrainer:
         batch = batch.repeat(repeat_times=n, interleave=True)
         batch.non_tensor_batch["seed"] = object_array([int(s) for s in seeds])
         batch.meta_info["sampling_params"] = sampling
+        return batch
+
+    def _training_requests(self, prompts: DataProto, sampling: dict[str, Any]) -> DataProto:
+        """`rollout.n` requests a prompt with the rollout's settings, each with a seed that no other sample ever has."""
+        rollout = self.settings.actor_rollout_ref.rollout
+        first = rollout.seed * SEEDS_PER_STEP * 1000 + (self.global_step + 1) * SEEDS_PER_STEP
+        groups = len(prompts)
+        sampling = dataclasses.asdict(rollout.pipeline) | {
+            "noise_level": rollout.algo.noise_level,
+            "sde_type": rollout.algo.sde_type,
+            "keep_trajectory": True,
+            **sampling,
+        }
+        batch = self._rollout_batch(prompts, rollout.n, first + np.arange(groups * rollout.n), sampling)
+        if rollout.algo.same_initial_noise:
+            start = first + groups * rollout.n
+            batch.non_tensor_batch["init_seed"] = object_array(
+                [start + group for group in range(groups) for _ in range(rollout.n)]
+            )
         return batch
 
     def _generate(self, batch: DataProto, policy: str) -> DataProto:
@@ -244,7 +269,7 @@ class BaseRayDiffusionTrainer:
                     with timer(saving, "save_checkpoint"):
                         self.save_checkpoint()
                     tracking.log({"timing_s/save_checkpoint": saving["save_checkpoint"]}, step=self.global_step)
-                bar.set_postfix(reward=f"{metrics['critic/rewards/mean']:.3f}", step=f"{timing['step']:.1f}s")
+                bar.set_postfix(reward=f"{metrics.get('critic/rewards/mean', nan):.3f}", step=f"{timing['step']:.1f}s")
                 bar.update()
 
     def training_step(self, rows: dict[str, Any], timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:

@@ -12,7 +12,12 @@ COMPUTE_STAGES = ("gen", "reward", "ref", "old_log_prob", "adv", "update_actor")
 
 
 def compute_data_metrics_diffusion(batch: DataProto) -> dict[str, Any]:
-    """Rewards by image and by prompt group; advantages and returns where the batch has them."""
+    """Rewards by image and by prompt group; advantages and returns where the batch has them.
+
+    A batch of cached pairs has no rewards, and no metrics here.
+    """
+    if "sample_level_rewards" not in batch.batch.keys():
+        return {}
     rewards = batch.batch["sample_level_rewards"].float()
     rewards = rewards.reshape(len(rewards), -1)[:, 0]
     metrics = _summary("critic/rewards", rewards)

@@ -1,12 +1,127 @@
 """Direct preference: DPO, DiffusionNFT, AWM."""
 
-from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+from verl.protocol import DataProto
+
+from verl_omni.algorithms.forward_process import draw_sigmas, follows_old_policy
+from verl_omni.algorithms.old_policy import old_policy_decay
+from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.trainer.config.schema import DiffusionTrainerConfig
+from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer, timer
+from verl_omni.trainer.diffusion.ordering import deal_units
+from verl_omni.utils.arrays import object_array
+
+# What a rollout brings beside final latents and text features; the loss sees none of it.
+NOT_TRAINED = {
+    "responses", "rm_scores", "score", "sample_level_rewards", "all_latents", "all_timesteps", "rollout_log_probs",
+}  # fmt: skip
 
 
 class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
     """DPO, DiffusionNFT, AWM: trains from final samples and rewards on single forward-process timesteps."""
 
+    def __init__(self, config: DictConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        self.loss_fn = self.loss_function.loss_fn
+        actor = self.settings.actor_rollout_ref.actor
+        self.old_policy_follows = follows_old_policy(config.actor_rollout_ref.model.algorithm, actor)
+        self.schedule = rollout_sigmas(self.settings)
+
     def fit(self) -> None:
-        raise NotImplementedError(
-            "algorithm.trainer_type=direct_preference cannot train yet: use policy_gradient with flow_grpo"
+        """Samples (a scored rollout, or cached pairs) -> the loss's tensors -> noise levels -> update -> old policy."""
+        super().fit()
+
+    def training_step(self, rows: dict[str, Any], timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
+        prompts = DataProto.from_single_dict(rows)
+        with timer(timing, "gen"):
+            batch, rewards = self._rollout(prompts) if self.online else self._cached_pairs(prompts)
+        with timer(timing, "adv"):
+            trained = self.loss_fn.prepare_actor_batch(batch, rewards, self.settings)
+        metrics = dict(trained.meta_info.get("metrics", {}))
+        metrics["training/skipped_updates"] = float(len(trained) == 0)
+        if len(trained):
+            with timer(timing, "update_actor"):
+                metrics |= self._update_on_noise_levels(trained)
+        if self.old_policy_follows:
+            metrics |= self._move_old_policy()
+        return batch, metrics
+
+    # ---- samples -------------------------------------------------------------------------------------
+
+    def _rollout(self, prompts: DataProto) -> tuple[DataProto, torch.Tensor]:
+        """Images by the ODE from the policy that the algorithm names, with their rewards."""
+        batch = self._generate(self._training_requests(prompts, {}), self.algorithm.rollout_policy)
+        batch.batch["clean_latents"] = batch.batch.pop("final_latents")
+        batch.batch["sample_level_rewards"] = batch.batch["rm_scores"][:, 0]
+        return batch, batch.batch["sample_level_rewards"]
+
+    def _cached_pairs(self, pairs: DataProto) -> tuple[DataProto, torch.Tensor]:
+        """Chosen and rejected samples of the data set, adjacent; their order or their scores are the rewards."""
+        uids = [f"{self.global_step}-{i // 2}" for i in range(len(pairs))]
+        pairs.non_tensor_batch["uid"] = object_array(uids)
+        if self.config.algorithm.paired_preference:
+            return pairs, torch.tensor([1.0, 0.0]).repeat(len(pairs) // 2)
+        return pairs, pairs.batch["score"]
+
+    # ---- update --------------------------------------------------------------------------------------
+
+    def _update_on_noise_levels(self, batch: DataProto) -> dict[str, float]:
+        """Optimizer steps over (sample, noise level) rows, the same ones whatever the number of ranks."""
+        actor, size = self.config.actor_rollout_ref.actor, self.loss_fn.rows_per_unit
+        if len(batch) % size:
+            raise ValueError(
+                f"{len(batch)} samples for a loss that takes {size} at a time: prepare_actor_batch must keep them whole"
+            )
+        units = len(batch) // size
+        batch.batch.update({k: v.repeat_interleave(size, dim=0) for k, v in self._noise_levels(units).items()})
+        order, share, sizes = deal_units(
+            units,
+            mini_batches=self.config.data.train_batch_size // actor.ppo_mini_batch_size,
+            ranks=self.actor_wg.world_size,
+            seed=self.config.trainer.seed + self.global_step if actor.shuffle else None,
         )
+        rows = (order[:, None] * size + torch.arange(size)).reshape(-1)
+        kept = [k for k in batch.batch.keys() if k not in NOT_TRAINED]
+        dealt = batch.select(batch_keys=kept, non_tensor_batch_keys=[])[rows]
+        dealt.batch["share"] = (share / size).repeat_interleave(size)
+        dealt.meta_info = {
+            "num_mini_batches": len(sizes),
+            "mini_batch_rows": [n * size for n in sizes],
+            "epochs": actor.ppo_epochs,
+        }
+        return self.actor_wg.update_actor(dealt)[0]
+
+    def _noise_levels(self, units: int) -> dict[str, torch.Tensor]:
+        """Noise levels, and the seeds of the noise, of this step: they depend on seed, step and unit alone."""
+        algorithm = self.settings.algorithm
+        seed = np.random.SeedSequence([self.config.trainer.seed, self.global_step]).generate_state(1)[0]
+        generator = torch.Generator().manual_seed(int(seed))
+        count = algorithm.timesteps_per_sample or max(
+            1, math.ceil(len(self.schedule) * algorithm.timestep_fraction - 1e-9)
+        )
+        return {
+            "sigma": draw_sigmas(units, count, algorithm.timestep_distribution, generator, self.schedule),
+            "noise_seed": torch.randint(2**62, (units, count), generator=generator),
+        }
+
+    def _move_old_policy(self) -> dict[str, float]:
+        algorithm, step = self.settings.algorithm, self.global_step + 1
+        if step % algorithm.old_policy_update_interval:
+            return {}
+        decay = old_policy_decay(step, algorithm.old_policy_decay_schedule, algorithm.old_policy_decay)
+        self.actor_wg.update_old_policy(decay)
+        return {"training/old_policy_decay": decay}
+
+
+def rollout_sigmas(settings: DiffusionTrainerConfig) -> torch.Tensor:
+    """The noise levels at which the rollout's steps start."""
+    model = settings.actor_rollout_ref.model
+    adapter = DiffusionModelBase.get_class(model)
+    scheduler = adapter.build_scheduler(model)
+    adapter.set_timesteps(scheduler, model, "cpu")
+    return scheduler.sigmas[: len(scheduler.timesteps)]

@@ -20,6 +20,7 @@ from verl_omni.pipelines.schedulers.steps import get_step
 from verl_omni.pipelines.schedulers.windows import check_window
 from verl_omni.trainer.config.algorithm import DiffusionAlgoConfig
 from verl_omni.trainer.config.schema import DiffusionTrainerConfig
+from verl_omni.trainer.diffusion.preference_checks import check_trainer_fits
 from verl_omni.utils.external_lib import import_external_lib
 from verl_omni.utils.suggest import unknown
 from verl_omni.utils.tracking import known_backends
@@ -74,6 +75,7 @@ def _check(settings: DiffusionTrainerConfig) -> None:
     get_step(arr.rollout.algo.sde_type)
     adapter = DiffusionModelBase.get_class(arr.model)
     adapter.check(arr.model)
+    check_trainer_fits(settings)
     _check_guidance(settings, adapter)
     for where, pipeline in (("", arr.rollout.pipeline), ("val_kwargs.", validation_pipeline(arr.rollout))):
         _check_size(f"actor_rollout_ref.rollout.{where}pipeline", pipeline, adapter, arr.model)
@@ -156,6 +158,7 @@ def _check_numbers(settings: DiffusionTrainerConfig) -> None:
         raise ValueError(f"algorithm.timestep_fraction={settings.algorithm.timestep_fraction}: expected 0 < f <= 1")
     if settings.algorithm.trainer_type == "policy_gradient":
         check_window(arr.rollout.algo, arr.rollout.pipeline.num_inference_steps)
+    if settings.algorithm.sample_source == "online":
         if n < 2:
             raise ValueError("actor_rollout_ref.rollout.n=1: a group of one image has nothing to compare with; use 2+")
 

@@ -12,7 +12,7 @@ A stopped run goes on exactly where it was: the order is replayed from the seed 
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -55,7 +55,7 @@ class PromptDataLoader(StatefulDataLoader):
     Keep one iterator for the whole run: ``iter`` starts from the beginning, or from a state just loaded.
     """
 
-    def __init__(self, dataset: Dataset, stream: EpochStream, **kwargs):
+    def __init__(self, dataset: Dataset, stream: EpochStream, collate_fn: Callable = collate_fn, **kwargs):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*set_vital.*")  # torchdata's, which nobody here can act on
             super().__init__(dataset, batch_sampler=stream, collate_fn=collate_fn, **kwargs)
@@ -83,10 +83,17 @@ class PromptDataLoader(StatefulDataLoader):
 
 
 def create_dataloader(
-    dataset: Dataset, batch_size: int, shuffle: bool = True, seed: int = 0, num_workers: int = 0
+    dataset: Dataset,
+    batch_size: int,
+    shuffle: bool = True,
+    seed: int = 0,
+    num_workers: int = 0,
+    collate_fn: Callable | None = None,
 ) -> PromptDataLoader:
     """Training batches without end; ``state_dict``/``load_state_dict`` resume exactly."""
-    return PromptDataLoader(dataset, EpochStream(len(dataset), batch_size, shuffle, seed), num_workers=num_workers)
+    own = {} if collate_fn is None else {"collate_fn": collate_fn}
+    stream = EpochStream(len(dataset), batch_size, shuffle, seed)
+    return PromptDataLoader(dataset, stream, num_workers=num_workers, **own)
 
 
 def create_val_dataloader(dataset: Dataset, batch_size: int | None = None, num_workers: int = 0) -> DataLoader:

@@ -160,13 +160,20 @@ class DiffusersFSDPEngine(BaseEngine):
 
     @contextlib.contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        for part in self.parts.values():
-            part.disable_adapters()
+        """LoRA layers pass their input on to the base layer alone.
+
+        peft's own switch also turns `requires_grad` off, which FSDP keeps for the gathered weights if it sees it first.
+        """
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        layers = [m for m in self.module.modules() if isinstance(m, BaseTunerLayer)]
+        for layer in layers:
+            layer._disable_adapters = True
         try:
             yield
         finally:
-            for part in self.parts.values():
-                part.enable_adapters()
+            for layer in layers:
+                layer._disable_adapters = False
 
     def gather(self) -> None:
         """Every rank holds the whole model, ready to generate, until `release`; no rank waits for another."""

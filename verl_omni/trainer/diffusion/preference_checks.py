@@ -1,0 +1,68 @@
+"""What direct-preference training cannot do, found before a worker starts."""
+
+import torch
+
+from verl_omni.algorithms.advantages import apply_adv_mode
+from verl_omni.algorithms.forward_process import draw_sigmas
+from verl_omni.algorithms.old_policy import old_policy_decay
+from verl_omni.algorithms.registry import get_diffusion_loss_fn
+from verl_omni.trainer.config.schema import DiffusionTrainerConfig
+
+# What each trainer's engine gives a loss to work with.
+MODEL_OUTPUTS = {"policy_gradient": {"log_probs", "prev_sample_mean", "std_dev_t"}, "direct_preference": {"velocity"}}
+
+
+def check_trainer_fits(settings: DiffusionTrainerConfig) -> None:
+    """The loss gets from the trainer what it needs, and samples come from where the trainer can take them."""
+    trainer = settings.algorithm.trainer_type
+    loss = settings.actor_rollout_ref.actor.diffusion_loss.loss_mode
+    missing = set(get_diffusion_loss_fn(loss).required_model_output_keys) - MODEL_OUTPUTS[trainer]
+    if missing:
+        other = "direct_preference" if trainer == "policy_gradient" else "policy_gradient"
+        raise ValueError(
+            f'algorithm.trainer_type={trainer} gives no {", ".join(sorted(missing))}, which loss "{loss}" needs: use '
+            f"algorithm.trainer_type={other}, or leave it out"
+        )
+    if trainer == "direct_preference":
+        check_preference(settings)
+    elif settings.algorithm.sample_source == "offline":
+        raise ValueError(
+            f'algorithm.sample_source=offline: loss "{loss}" trains on its own rollouts; set it to online, or train '
+            "cached pairs with actor_rollout_ref.model.algorithm=dpo"
+        )
+
+
+def check_preference(settings: DiffusionTrainerConfig) -> None:
+    algorithm, arr = settings.algorithm, settings.actor_rollout_ref
+    loss_fn = get_diffusion_loss_fn(arr.actor.diffusion_loss.loss_mode)
+    if arr.actor.use_kl_loss:
+        raise ValueError(
+            "actor_rollout_ref.actor.use_kl_loss=true is a KL between denoising steps, of which direct preference has "
+            "none: set it to false; actor_rollout_ref.actor.diffusion_loss.extra says what this loss has instead"
+        )
+    if arr.rollout.algo.noise_level:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.algo.noise_level={arr.rollout.algo.noise_level}: direct preference samples "
+            "with the ODE; leave it out or set it to 0"
+        )
+    levels = algorithm.timesteps_per_sample
+    if levels is not None and levels < 1:
+        raise ValueError(f"algorithm.timesteps_per_sample={levels}: expected 1 or more")
+    steps = torch.linspace(1, 0, arr.rollout.pipeline.num_inference_steps + 1)[:-1]
+    draw_sigmas(1, levels or 1, algorithm.timestep_distribution, schedule=steps)
+    old_policy_decay(0, algorithm.old_policy_decay_schedule, algorithm.old_policy_decay)
+    if algorithm.old_policy_update_interval < 1:
+        raise ValueError(f"algorithm.old_policy_update_interval={algorithm.old_policy_update_interval}: expected 1+")
+    apply_adv_mode(torch.zeros(1), algorithm.adv_mode)
+    micro = arr.actor.ppo_micro_batch_size_per_gpu
+    if micro < loss_fn.rows_per_unit:
+        raise ValueError(
+            f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro}: this loss compares {loss_fn.rows_per_unit} "
+            f"images at a time; use {loss_fn.rows_per_unit} or more"
+        )
+    if algorithm.sample_source == "offline" and (settings.data.val_files is not None or settings.trainer.val_only):
+        raise ValueError(
+            "algorithm.sample_source=offline starts no rollout engine, so that nothing can draw validation images: "
+            "leave data.val_files and trainer.val_only out, and validate the exported weights in an online run with "
+            "trainer.val_only=true"
+        )
