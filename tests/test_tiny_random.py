@@ -6,10 +6,13 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from tiny_models import tiny_checkpoint
+from transformers import Qwen2Tokenizer
 
-from verl_omni.utils.tiny_random import BUILDERS, QWEN_IMAGE_PREFIX, build_tiny_random
+from verl_omni.utils.tiny_random import BUILDERS, QWEN_EDIT_PREFIX, QWEN_IMAGE_PREFIX, build_tiny_random
 
 PIPELINES = sorted(BUILDERS)
+# Without Qwen-Image-Edit, whose processor wants torchvision: it draws in pipelines/test_architectures.py
+DRAWN = [name for name in PIPELINES if "Edit" not in name]
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -34,7 +37,7 @@ def draw(pipe: DiffusionPipeline, prompt: str = "a cat", seed: int = 0, height: 
     )[0][0]
 
 
-@pytest.fixture(scope="module", params=PIPELINES)
+@pytest.fixture(scope="module", params=DRAWN)
 def pipe(request) -> DiffusionPipeline:
     # DiffusionPipeline picks the class from model_index.json, as any other tool would.
     pipe = DiffusionPipeline.from_pretrained(tiny_checkpoint(request.param))
@@ -86,6 +89,11 @@ def test_qwen_prompt_prefix_is_34_tokens_and_the_prompt_survives():
     assert pipe.prompt_template_encode.startswith(QWEN_IMAGE_PREFIX)
     prompt = 'Ein Schild mit "407" und 日本語\n<|im_end|>'
     assert pipe.tokenizer.decode(pipe.tokenizer(prompt).input_ids) == prompt
+
+
+def test_qwen_edit_prompt_prefix_is_64_tokens():
+    tokenizer = Qwen2Tokenizer.from_pretrained(tiny_checkpoint("QwenImageEditPlusPipeline") / "tokenizer")
+    assert len(tokenizer(QWEN_EDIT_PREFIX).input_ids) == 64
 
 
 def test_qwen_chat_template_writes_chatml():

@@ -6,12 +6,16 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
+from PIL import Image
 from tiny_models import tiny_checkpoint
 
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.utils import pipeline_class
+from verl_omni.utils.vision_processor import image_text_processor
 from verl_omni.workers.config import (
     CheckpointConfig,
     DiffusionModelConfig,
@@ -23,6 +27,7 @@ from verl_omni.workers.config import (
 )
 from verl_omni.workers.engine.fsdp import checkpoint_io
 from verl_omni.workers.engine.fsdp.diffusers_impl import PPODiffusersFSDPEngine
+from verl_omni.workers.engine.fsdp.policies import local
 from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout, pad_and_cat
 
 STEPS = 4
@@ -40,18 +45,34 @@ class Architecture:
     plain: dict[str, Any]  # without
     both: dict[str, Any] = field(default_factory=dict)
     negative: str = "blurry"
+    images: list[list[Image.Image]] | None = None  # one list for each prompt
 
-    @property
-    def pipeline(self) -> type:
-        return pipeline_class(self.name.split("-")[0])
+    def load(self, path=None):
+        """The stock pipeline."""
+        path = path or tiny_checkpoint(self.name)
+        edits = {"processor": image_text_processor().from_pretrained(f"{path}/processor")} if self.images else {}
+        pipe = pipeline_class(self.name.split("-")[0]).from_pretrained(path, **edits)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
 
     def knobs(self, cfg: bool) -> dict[str, Any]:
         return self.both | (self.guided if cfg else self.plain)
 
 
+def picture(width: int, height: int, seed: int) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).resize((2 * width, 2 * height))
+
+
 GUIDANCE = {"guided": {"guidance_scale": 5.0}, "plain": {"guidance_scale": 1.0}}
+TRUE_CFG = {"guided": {"true_cfg_scale": 4.0}, "plain": {"true_cfg_scale": 1.0}}
 TABLE = [
-    Architecture("QwenImagePipeline", guided={"true_cfg_scale": 4.0}, plain={"true_cfg_scale": 1.0}),
+    Architecture("QwenImagePipeline", **TRUE_CFG),
+    Architecture(
+        "QwenImageEditPlusPipeline",
+        **TRUE_CFG,
+        images=[[picture(8, 8, 0)], [picture(4, 8, 1), picture(8, 8, 2)], [picture(8, 8, 3)]],
+    ),
     Architecture("StableDiffusion3Pipeline", **GUIDANCE),
     Architecture("FluxPipeline", guided={"true_cfg_scale": 3.0, "guidance_scale": 2.0}, plain={"guidance_scale": 3.0}),
     Architecture("ZImagePipeline", guided={"guidance_scale": 4.0}, plain={"guidance_scale": 0.0}),
@@ -65,16 +86,26 @@ def row(request) -> Architecture:
     return request.param
 
 
+def shrink_references() -> None:
+    """Upstream scales reference images to 1024 x 1024 pixels, whatever is drawn. Here 64 x 64 will do."""
+    pipeline_qwenimage_edit_plus.CONDITION_IMAGE_SIZE = pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE = 64 * 64
+
+
+@pytest.fixture(autouse=True)
+def small_references(monkeypatch):
+    for name in ("CONDITION_IMAGE_SIZE", "VAE_IMAGE_SIZE"):
+        monkeypatch.setattr(pipeline_qwenimage_edit_plus, name, getattr(pipeline_qwenimage_edit_plus, name))
+    shrink_references()
+
+
 @functools.cache
 def upstream(name: str):
     """The stock pipeline. Tests that change it load their own."""
-    pipe = pipeline_class(name.split("-")[0]).from_pretrained(tiny_checkpoint(name))
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return next(row for row in TABLE if row.name == name).load()
 
 
-def draw(pipe, row: Architecture, prompt: str, seed: int, cfg: bool, size=SIZES[0]) -> list[torch.Tensor]:
-    """What diffusers draws: latents as they are stepped, and pixels as (1, 3, H, W) or (1, F, 3, H, W)."""
+def draw(pipe, row: Architecture, i: int, cfg: bool, size=SIZES[0]) -> list[torch.Tensor]:
+    """What diffusers draws of prompt i: latents as they are stepped, and pixels as (1, 3, H, W) or (1, F, 3, H, W)."""
     latents = []
 
     def after_step(pipe, step, timestep, tensors):
@@ -82,16 +113,17 @@ def draw(pipe, row: Architecture, prompt: str, seed: int, cfg: bool, size=SIZES[
         return tensors
 
     pixels = pipe(
-        prompt=prompt,
+        prompt=PROMPTS[i],
         height=size[0],
         width=size[1],
         num_inference_steps=STEPS,
         max_sequence_length=SEQUENCE,
-        generator=torch.Generator().manual_seed(seed),
+        generator=torch.Generator().manual_seed(i),
         output_type="pt",
         callback_on_step_end=after_step,
         **row.knobs(cfg),
         **({"negative_prompt": row.negative} if cfg else {}),
+        **({"image": row.images[i]} if row.images else {}),
     )[0]
     return [*latents, pixels]
 
@@ -120,7 +152,10 @@ def rollout(model_config: DiffusionModelConfig, module: torch.nn.Module | None =
 def generate(row: Architecture, engine: DiffusersRollout, prompts: list[str], together: bool = True):
     """Requests as the agent loop makes them, in one batch or one after another."""
     tokenizers = engine.adapter.load_tokenizers(engine.model_config)
-    ids = [engine.adapter.tokenize(tokenizers, text, SEQUENCE) for text in [*prompts, row.negative]]
+
+    def tokenize(text: str, i: int) -> list[int]:
+        return engine.adapter.tokenize(tokenizers, text, SEQUENCE, row.images and row.images[i])
+
     steps = engine.adapter.num_steps(engine.model_config)
     window = (0, steps - 1) if engine.model_config.algo.noise_level else None
 
@@ -129,8 +164,15 @@ def generate(row: Architecture, engine: DiffusersRollout, prompts: list[str], to
         if together:
             params = [p | {"position": (i, len(prompts))} for i, p in enumerate(params)]
         calls = [
-            engine.generate(ids[i], p, str(i), negative_prompt_ids=ids[-1]) for i, p in enumerate(params)
-        ]  # fmt: skip
+            engine.generate(
+                tokenize(prompts[i], i),
+                p,
+                str(i),
+                image_data=row.images and row.images[i],
+                negative_prompt_ids=tokenize(row.negative, i),
+            )
+            for i, p in enumerate(params)
+        ]
         return await asyncio.gather(*calls) if together else [await call for call in calls]
 
     return asyncio.run(run())
@@ -158,11 +200,11 @@ def test_without_noise_it_is_diffusers(row, cfg, size):
     model_config = config(row, cfg, size)
     engine = rollout(model_config)
     outputs = generate(row, engine, PROMPTS)
-    for seed, (prompt, output) in enumerate(zip(PROMPTS, outputs, strict=True)):
+    for i, output in enumerate(outputs):
         latents = output.trajectory["final_latents"][None]
         with torch.no_grad():
             pixels = engine.adapter.decode_latents(engine.pipe, latents, model_config)
-        expected_latents, expected_pixels = draw(upstream(row.name), row, prompt, seed, cfg, size)
+        expected_latents, expected_pixels = draw(upstream(row.name), row, i, cfg, size)
         torch.testing.assert_close(latents, expected_latents, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(pixels, expected_pixels, atol=1e-5, rtol=0)
         assert output.image.shape == pixels.shape[1:] and output.image.dtype == torch.uint8
@@ -189,7 +231,7 @@ def test_training_finds_the_log_probs_of_the_rollout(row, sde_type):
         torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-6, rtol=0)
         engine.train_batch(data, mean_log_prob)
         for name, part in engine.parts.items():
-            assert any(p.grad is not None and p.grad.to_local().any() for p in part.parameters()), name
+            assert any(p.grad is not None and local(p.grad).any() for p in part.parameters()), name
         moved = engine.infer_batch(data)["model_output"]["log_probs"].view_as(ratio)
     assert (moved - replayed).abs().min() > 1e-4
 
@@ -204,18 +246,17 @@ def test_lora_loads_into_the_stock_pipeline(row, tmp_path, request):
         assert any(f".{name}".endswith(f".{target}") for name in names), target
     generator = torch.Generator().manual_seed(0)
     for parameter in engine.parameters.values():
-        shard = parameter.data.to_local()
+        shard = local(parameter.data)
         shard.copy_(torch.randn(shard.shape, generator=generator) * 0.1)
     checkpoint_io.export(engine, str(tmp_path))
 
-    pipe = row.pipeline.from_pretrained(tiny_checkpoint(row.name))
-    pipe.set_progress_bar_config(disable=True)
-    before, _ = draw(pipe, row, PROMPTS[0], 0, cfg=True)
+    pipe = row.load()
+    before, _ = draw(pipe, row, 0, cfg=True)
     weights = "pytorch_lora_weights.safetensors"
     pipe.load_lora_weights(str(tmp_path), weight_name=weights)
     if "transformer_2" in engine.parts:
         pipe.load_lora_weights(str(tmp_path / "transformer_2"), weight_name=weights, load_into_transformer_2=True)
-    after, _ = draw(pipe, row, PROMPTS[0], 0, cfg=True)
+    after, _ = draw(pipe, row, 0, cfg=True)
     (ours,) = generate(row, rollout(engine.model_config, engine.module), PROMPTS[:1])
     assert (after - before).abs().mean() > 1e-3
     torch.testing.assert_close(ours.trajectory["final_latents"][None], after, atol=1e-5, rtol=1e-5)

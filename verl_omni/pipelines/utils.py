@@ -110,7 +110,7 @@ def acts_with_other_ranks(module: torch.nn.Module) -> bool:
 
 
 def calls_of_all_ranks(module: torch.nn.Module, calls: int) -> int:
-    """How often every rank has to call `module`, where this one would do with `calls`."""
+    """How often every rank has to call `module`, where this one would do with `calls`. To be asked before the first."""
     if not acts_with_other_ranks(module):
         return calls
     most = torch.tensor(calls, device=next(module.parameters()).device)

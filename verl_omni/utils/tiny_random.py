@@ -12,7 +12,7 @@ variant of a class has a name after a hyphen, as in WanPipeline-2.2.
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,7 @@ from verl_omni.utils.tiny_text import (
     t5_encoder,
     t5_tokenizer,
 )
+from verl_omni.utils.vision_processor import image_text_processor
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, DiffusionPipeline, WanTransformer3DModel
@@ -38,6 +39,14 @@ BUILDERS: dict[str, Callable[[], "DiffusionPipeline"]] = {}
 QWEN_IMAGE_PREFIX = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
     "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n"
+)
+
+# The same of QwenImageEditPlusPipeline: 64 tokens.
+QWEN_EDIT_PREFIX = (
+    "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, texture, objects, "
+    "background), then explain how the user's text instruction should alter or modify the image. Generate a new image "
+    "that meets the user's requirements while maintaining consistency with the original input where appropriate."
+    "<|im_end|>\n<|im_start|>user\n"
 )
 
 
@@ -88,16 +97,11 @@ def image_vae(**config) -> "AutoencoderKL":
     return vae
 
 
-@register_builder("QwenImagePipeline")
-def qwen_image() -> "DiffusionPipeline":
-    from diffusers import (
-        AutoencoderKLQwenImage,
-        FlowMatchEulerDiscreteScheduler,
-        QwenImagePipeline,
-        QwenImageTransformer2DModel,
-    )
+def qwen_image_parts(prefix: str) -> dict[str, Any]:
+    """What Qwen-Image and Qwen-Image-Edit share; the words of ``prefix`` are one token each."""
+    from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
 
-    tokenizer = qwen_tokenizer([QWEN_IMAGE_PREFIX, "assistant\n"])
+    tokenizer = qwen_tokenizer([prefix, "assistant\n"])
     text_encoder = qwen_text_encoder(tokenizer, hidden_size=32)
     vae = AutoencoderKLQwenImage(
         base_dim=8,
@@ -129,7 +133,24 @@ def qwen_image() -> "DiffusionPipeline":
         max_image_seq_len=8192,
         shift_terminal=0.02,
     )
-    return QwenImagePipeline(scheduler, vae, text_encoder, tokenizer, transformer)
+    return dict(scheduler=scheduler, vae=vae, text_encoder=text_encoder, tokenizer=tokenizer, transformer=transformer)
+
+
+@register_builder("QwenImagePipeline")
+def qwen_image() -> "DiffusionPipeline":
+    from diffusers import QwenImagePipeline
+
+    return QwenImagePipeline(**qwen_image_parts(QWEN_IMAGE_PREFIX))
+
+
+@register_builder("QwenImageEditPlusPipeline")
+def qwen_image_edit_plus() -> "DiffusionPipeline":
+    from diffusers import QwenImageEditPlusPipeline
+    from transformers import Qwen2VLImageProcessor
+
+    parts = qwen_image_parts(QWEN_EDIT_PREFIX)
+    processor = image_text_processor()(Qwen2VLImageProcessor(), parts["tokenizer"])
+    return QwenImageEditPlusPipeline(processor=processor, **parts)
 
 
 @register_builder("StableDiffusion3Pipeline")

@@ -6,10 +6,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
-from verl_omni.pipelines.utils import check_length, load_component, read_component_config, read_index
+from verl_omni.pipelines.utils import (
+    acts_with_other_ranks,
+    check_length,
+    load_component,
+    read_component_config,
+    read_index,
+)
 from verl_omni.workers.config import DiffusionModelConfig
 
 
@@ -19,10 +24,6 @@ class Experts(torch.nn.ModuleDict):
     def __init__(self, transformer: torch.nn.Module, transformer_2: torch.nn.Module, boundary: float):
         super().__init__({"transformer": transformer, "transformer_2": transformer_2})
         self.boundary = boundary
-
-    def is_sharded(self) -> bool:
-        """Whether a call is a collective operation of several ranks."""
-        return any(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in self.parameters())
 
 
 @DiffusionModelBase.register("WanPipeline", algorithm="flow_grpo")
@@ -109,7 +110,7 @@ class Wan(DiffusionModelBase):
     def forward(cls, module: torch.nn.Module, model_inputs: dict[str, Any]) -> torch.Tensor:
         """With two transformers, every row goes through its own.
 
-        While they are sharded every rank has to call both, so that one without rows of its own gets a row whose output
+        Where ranks act together each has to call both, and one that has no rows for it gives it a row whose output
         counts for nothing.
         """
         if not isinstance(module, Experts):
@@ -122,7 +123,7 @@ class Wan(DiffusionModelBase):
             if len(rows):
                 outputs.append(super().forward(transformer, {k: v[rows] for k, v in model_inputs.items()}))
                 places.append(rows)
-            elif module.is_sharded():
+            elif acts_with_other_ranks(module):
                 idle = 0.0 * super().forward(transformer, {k: v[:1] for k, v in model_inputs.items()}).sum()
         return torch.cat(outputs)[torch.cat(places).argsort()] + idle
 

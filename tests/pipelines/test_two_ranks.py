@@ -1,0 +1,62 @@
+"""Models that call a transformer more or less often, depending on what is in the batch, on ranks with other batches.
+
+FSDP's ranks have to act together: a rank that calls less often than another would leave it waiting forever.
+"""
+
+import pytest
+import test_architectures as architectures
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+ROWS = {row.name: row for row in architectures.TABLE}
+# For each rank: samples, and which denoising step of each is trained.
+SHARES = {
+    # Step 0 is the high-noise transformer's, step 2 the other's.
+    "WanPipeline-2.2": [([0, 1], [0, 0]), ([0, 1], [2, 2])],
+    # Samples 0 and 2 have references of one shape, sample 1 of another.
+    "QwenImageEditPlusPipeline": [([0, 2], [0, 0]), ([1, 2], [0, 0])],
+}
+
+
+def grad_norm(name: str, samples: list[int], steps: list[int]) -> float:
+    """Of an update on these steps of these samples, over all ranks."""
+    row = ROWS[name]
+    engine = architectures.training_engine(architectures.config(row, cfg=True, noise=0.7))
+    engine.gather()
+    rollout = architectures.rollout(engine.model_config, engine.module)
+    data = architectures.as_batch(architectures.generate(row, rollout, [*architectures.PROMPTS, "a dog"]))
+    engine.release()
+    data = {key: value[samples] for key, value in data.items()}
+    data["train_steps"] = torch.tensor(steps)[:, None]
+    with engine.train_mode():
+        return engine.train_batch(data, architectures.mean_log_prob)["metrics"]["grad_norm"]
+
+
+def one_of_two_ranks(rank: int, store: str, results: mp.Queue) -> None:
+    architectures.shrink_references()
+    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{store}")
+    results.put({name: grad_norm(name, *shares[rank]) for name, shares in SHARES.items()})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_an_update_of_two_ranks_is_that_of_one(tmp_path):
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    ranks = [
+        context.Process(target=one_of_two_ranks, args=(i, str(tmp_path / "store"), results), daemon=True)
+        for i in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    architectures.shrink_references()
+    alone = {
+        name: grad_norm(name, *(first + second for first, second in zip(*shares, strict=True)))
+        for name, shares in SHARES.items()
+    }
+    together = [results.get(timeout=120) for _ in ranks]
+    for rank in ranks:
+        rank.join()
+    assert min(alone.values()) > 1e-3
+    assert together == [pytest.approx(alone, rel=1e-5)] * 2
