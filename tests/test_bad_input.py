@@ -207,3 +207,12 @@ def test_help_and_the_printed_configuration_are_readable(tmp_path):
     assert "PPO clip range epsilon" in text and "--cfg job" in text
     done = command("--cfg", "job", "trainer.save_freq=7", cwd=tmp_path)
     assert done.returncode == 0 and "  save_freq: 7\n" in done.stdout and "hydra:" not in done.stdout
+
+
+def test_windows_count_the_steps_that_the_model_really_takes(data):
+    """Z-Image reaches the image one step early: the step to σ = 0 is not to be trained there either."""
+    model = f"{A}model.path={tiny_checkpoint('ZImagePipeline')}"
+    steps, window = f"{A}rollout.pipeline.num_inference_steps=6", f"{A}rollout.algo.sde_window_range=[0,5]"
+    assert preflight(config(data, steps, window)) is not None
+    with pytest.raises(ValueError, match="lies outside the 4 steps that can be trained"):
+        preflight(config(data, model, steps, window))

@@ -23,6 +23,7 @@ from verl.trainer.ppo.utils import Role
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
 from verl_omni.algorithms.registry import get_algorithm
+from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.trainer.diffusion import checkpointing
 from verl_omni.trainer.diffusion.diffusion_metric_utils import (
     compute_data_metrics_diffusion,
@@ -173,7 +174,8 @@ class BaseRayDiffusionTrainer:
             "sde_type": val.sde_type or algo.sde_type,
         }
         if val.noise_level > 0:
-            sampling["sde_window"] = (0, pipeline.num_inference_steps - 1)
+            model = dataclasses.replace(self.settings.actor_rollout_ref.model, pipeline=pipeline)
+            sampling["sde_window"] = (0, DiffusionModelBase.get_class(model).num_steps(model) - 1)
         outputs, start = [], 0
         for rows in self.val_loader:
             batch = DataProto.from_single_dict(rows)

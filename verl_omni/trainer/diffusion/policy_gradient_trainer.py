@@ -59,7 +59,8 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
 
     def _rollout(self, prompts: DataProto) -> DataProto:
         rollout = self.settings.actor_rollout_ref.rollout
-        algo, steps = rollout.algo, rollout.pipeline.num_inference_steps
+        algo, model = rollout.algo, self.settings.actor_rollout_ref.model
+        steps = DiffusionModelBase.get_class(model).num_steps(model)
         actor = self.settings.actor_rollout_ref.actor
         keep = {
             "keep_uncond": self._guided and actor.reuse_uncond,

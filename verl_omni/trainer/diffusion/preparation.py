@@ -157,7 +157,7 @@ def _check_numbers(settings: DiffusionTrainerConfig) -> None:
     if not 0 < settings.algorithm.timestep_fraction <= 1:
         raise ValueError(f"algorithm.timestep_fraction={settings.algorithm.timestep_fraction}: expected 0 < f <= 1")
     if settings.algorithm.trainer_type == "policy_gradient":
-        check_window(arr.rollout.algo, arr.rollout.pipeline.num_inference_steps)
+        check_window(arr.rollout.algo, DiffusionModelBase.get_class(arr.model).num_steps(arr.model))
     if settings.algorithm.sample_source == "online":
         if n < 2:
             raise ValueError("actor_rollout_ref.rollout.n=1: a group of one image has nothing to compare with; use 2+")
