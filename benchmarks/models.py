@@ -1,4 +1,4 @@
-"""Model folders that hold configurations and tokenizers only; `load_format=dummy` gives them random weights on the device."""
+"""Folders of configurations and tokenizers only; `load_format=dummy` gives them random weights on the device."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,9 @@ def sd35_medium(out: Path) -> Path:
     _update(folder / "transformer/config.json", SD35_MEDIUM)
     _update(folder / "vae/config.json", SD3_VAE)
     for name, width in (("text_encoder", 768), ("text_encoder_2", 1280)):
-        _update(folder / name / "config.json", {"hidden_size": width, "projection_dim": width, "num_attention_heads": 8})
+        _update(
+            folder / name / "config.json", {"hidden_size": width, "projection_dim": width, "num_attention_heads": 8}
+        )
     _update(folder / "model_index.json", {"text_encoder_3": [None, None], "tokenizer_3": [None, None]})
     return folder
 

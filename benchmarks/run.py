@@ -18,8 +18,10 @@ from pathlib import Path
 
 from benchmarks import models
 
-ATTENTION = "[attn.add_k_proj,attn.add_q_proj,attn.add_v_proj,attn.to_add_out,attn.to_k,attn.to_out.0,attn.to_q,attn.to_v]"
-STAGES = ("gen", "ref", "update_actor", "step")
+ATTENTION = (
+    "[attn.add_k_proj,attn.add_q_proj,attn.add_v_proj,attn.to_add_out,attn.to_k,attn.to_out.0,attn.to_q,attn.to_v]"
+)
+STAGES = ("gen", "gen_encode", "gen_denoise", "gen_decode", "gen_rewards", "ref", "update_actor", "step")
 
 
 @dataclass
@@ -40,6 +42,7 @@ COMMON = [
     "trainer.test_freq=0",
     "trainer.logger=[jsonl]",
     "trainer.resume_mode=disable",
+    "reward.num_workers=4",
 ]
 SQUARE_512 = ["actor_rollout_ref.rollout.pipeline.height=512", "actor_rollout_ref.rollout.pipeline.width=512"]
 SQUARE_32 = ["actor_rollout_ref.rollout.pipeline.height=32", "actor_rollout_ref.rollout.pipeline.width=32"]
@@ -68,7 +71,7 @@ WORKS = {
         "qwen_image",
         32,
         [*SQUARE_512, *QWEN, "actor_rollout_ref.rollout.max_num_seqs=16",
-         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8"],
+         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4"],
         {"verl-omni, published, 4 x H800": 0.305},
     ),
     "tiny-sd3": Work(
@@ -118,8 +121,8 @@ def measure(name: str, steps: int, warm_up: int, images: int | None, overrides: 
 
 def write_prompts(path: Path) -> Path:
     rows = [
-        {"data_source": "jpeg_compressibility", "prompt": f"a photograph of scene number {i:03d} at dusk",
-         "reward_model": {"style": "rule", "ground_truth": ""}}
+        {"data_source": "jpeg_compressibility", "prompt": f"a photograph of scene number {i:03d} at dusk".ljust(118, "."),
+         "negative_prompt": "blurred".ljust(118, "."), "reward_model": {"style": "rule", "ground_truth": ""}}
         for i in range(64)
     ]  # fmt: skip
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -18,6 +18,7 @@ import verl_omni.workers.engine.fsdp.preference_impl  # noqa: F401  (registers i
 from verl_omni.algorithms.forward_process import anchor_policies, follows_old_policy
 from verl_omni.utils.external_lib import import_external_lib
 from verl_omni.utils.flops import FlopMeter, peak_flops
+from verl_omni.utils.memory import names_memory_knobs
 from verl_omni.workers.config import DiffusionActorConfig, DiffusionModelConfig, DiffusionRolloutConfig
 from verl_omni.workers.engine.fsdp.diffusers_impl import EngineRegistry, is_maximum
 from verl_omni.workers.losses import build_loss_function
@@ -130,6 +131,7 @@ class DiffusionWorker(Worker):
         return self._per_step(data, old_log_probs=output["log_probs"], old_prev_sample_mean=output["prev_sample_mean"])
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @names_memory_knobs("reference pass", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Means of the stored steps under the reference."""
         batch = self._batch(data)
@@ -157,6 +159,7 @@ class DiffusionWorker(Worker):
         get_torch_device().reset_peak_memory_stats()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    @names_memory_knobs("update", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")
     def update_actor(self, data: DataProto) -> dict[str, float]:
         """All optimizer steps of one rollout; `num_mini_batches` and `epochs` are in the batch's meta_info."""
         epochs = data.meta_info["epochs"]

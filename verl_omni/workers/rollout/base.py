@@ -14,11 +14,11 @@ class ImageOutput:
     conditions: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def cpu(self) -> "ImageOutput":
-        """Ready to leave the process."""
+        """Ready to leave the process. A row of a batch is copied: pickling a view would send the whole batch."""
         return ImageOutput(
-            self.image.cpu(),
-            {k: v.cpu() for k, v in self.trajectory.items()},
-            {k: v.cpu() for k, v in self.conditions.items()},
+            self.image.cpu().clone(),
+            {k: v.cpu().clone() for k, v in self.trajectory.items()},
+            {k: v.cpu().clone() for k, v in self.conditions.items()},
         )
 
 

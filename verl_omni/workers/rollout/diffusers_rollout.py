@@ -17,6 +17,7 @@ import torch
 from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
 from verl_omni.pipelines.sampling import denoise
 from verl_omni.utils.batcher import Batcher
+from verl_omni.utils.memory import names_memory_knobs
 from verl_omni.utils.single_frame_vae import speed_up_single_frames
 from verl_omni.workers.config import DiffusionModelConfig, DiffusionPipelineConfig, DiffusionRolloutConfig
 from verl_omni.workers.rollout.base import ImageOutput, pad_and_cat
@@ -76,6 +77,7 @@ class DiffusersRollout:
         key += (None if window is None else window[1] - window[0],)
         return await self.batcher.submit(request, key, sampling_params.get("position"))
 
+    @names_memory_knobs("rollout", "actor_rollout_ref.rollout.max_num_seqs")
     @torch.no_grad()
     def run_batch(self, requests: list[_Request]) -> list[ImageOutput]:
         """Requests of one kind (size, steps, guidance, window length) through one denoising loop."""
