@@ -1,4 +1,4 @@
-"""Time the real training step: one command builds a model of the real size with random weights, trains it and prints a table.
+"""Time the real training step: build a model of the real size with random weights, train it, print a table.
 
     python -m benchmarks.run sd35m            # SD3.5-medium, one GPU
     python -m benchmarks.run qwen-image       # Qwen-Image 20B, one GPU
@@ -121,7 +121,7 @@ def measure(name: str, steps: int, warm_up: int, images: int | None, overrides: 
 
 def write_prompts(path: Path) -> Path:
     rows = [
-        {"data_source": "jpeg_compressibility", "prompt": f"a photograph of scene number {i:03d} at dusk".ljust(118, "."),
+        {"data_source": "jpeg_compressibility", "prompt": f"a photograph of scene {i:03d} at dusk".ljust(118, "."),
          "negative_prompt": "blurred".ljust(118, "."), "reward_model": {"style": "rule", "ground_truth": ""}}
         for i in range(64)
     ]  # fmt: skip

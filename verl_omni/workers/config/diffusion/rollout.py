@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 from verl_omni.utils.knob import knob
 
@@ -24,7 +24,7 @@ class DiffusionPipelineConfig:
 # Validation may change any of these; what is left null is as in training.
 ValPipelineConfig = dataclasses.make_dataclass(
     "ValPipelineConfig",
-    [(f.name, Optional[f.type], knob(None, f"validation's {f.name}; null: as in training"))
+    [(f.name, f.type | None, knob(None, f"validation's {f.name}; null: as in training"))
      for f in dataclasses.fields(DiffusionPipelineConfig)],
     namespace={"__module__": __name__},
 )  # fmt: skip
