@@ -75,6 +75,9 @@ TABLE = [
     ),
     Architecture("StableDiffusion3Pipeline", **GUIDANCE),
     Architecture("FluxPipeline", guided={"true_cfg_scale": 3.0, "guidance_scale": 2.0}, plain={"guidance_scale": 3.0}),
+    # FLUX.2 dev has guidance as an input only, and neither pipeline takes a negative prompt: klein's is empty.
+    Architecture("Flux2Pipeline", guided={"guidance_scale": 2.0}, plain={"guidance_scale": 4.0}, negative=""),
+    Architecture("Flux2KleinPipeline", **GUIDANCE, negative=""),
     Architecture("ZImagePipeline", guided={"guidance_scale": 4.0}, plain={"guidance_scale": 0.0}),
     Architecture("WanPipeline", **GUIDANCE, both={"num_frames": 5}),
     Architecture("WanPipeline-2.2", **GUIDANCE, both={"num_frames": 5}),
@@ -122,7 +125,7 @@ def draw(pipe, row: Architecture, i: int, cfg: bool, size=SIZES[0]) -> list[torc
         output_type="pt",
         callback_on_step_end=after_step,
         **row.knobs(cfg),
-        **({"negative_prompt": row.negative} if cfg else {}),
+        **({"negative_prompt": row.negative} if cfg and row.negative else {}),
         **({"image": row.images[i]} if row.images else {}),
     )[0]
     return [*latents, pixels]

@@ -27,6 +27,8 @@ Conditions = dict[str, torch.Tensor]
 
 # Built-in adapters, imported when their architecture is first asked for.
 _BUILTIN: dict[str, str] = {
+    "Flux2KleinPipeline": "verl_omni.pipelines.flux2_flow_grpo",
+    "Flux2Pipeline": "verl_omni.pipelines.flux2_flow_grpo",
     "FluxPipeline": "verl_omni.pipelines.flux_flow_grpo",
     "QwenImageEditPlusPipeline": "verl_omni.pipelines.qwen_image_edit_plus_flow_grpo",
     "QwenImagePipeline": "verl_omni.pipelines.qwen_image_flow_grpo",

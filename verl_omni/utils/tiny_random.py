@@ -20,6 +20,8 @@ from verl_omni.utils.suggest import unknown
 from verl_omni.utils.tiny_text import (
     clip_text_encoder,
     clip_tokenizer,
+    mistral_text_encoder,
+    mistral_tokenizer,
     qwen3_text_encoder,
     qwen3_tokenizer,
     qwen_text_encoder,
@@ -299,6 +301,61 @@ def wan(**config) -> "DiffusionPipeline":
 def wan_2_2() -> "DiffusionPipeline":
     """Wan2.2: one transformer for high noise, one for low."""
     return wan(transformer_2=wan_transformer(), boundary_ratio=0.875)
+
+
+def flux2_parts(hidden_size: int, guidance_embeds: bool) -> dict[str, Any]:
+    """What FLUX.2 dev and klein share; the text encoder is ``hidden_size`` wide."""
+    from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2Transformer2DModel
+
+    vae = AutoencoderKLFlux2(block_out_channels=(8, 8, 8, 8), layers_per_block=1, latent_channels=4, norm_num_groups=2)
+    strengthen(vae.decoder, 2.0)
+    # Not 0 and 1, so that a forgotten or inverted normalisation shows.
+    torch.nn.init.normal_(vae.bn.running_mean, std=0.3)
+    torch.nn.init.uniform_(vae.bn.running_var, 0.5, 2.0)
+    transformer = Flux2Transformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=3 * hidden_size,
+        timestep_guidance_channels=32,
+        axes_dims_rope=(4, 4, 4, 4),
+        guidance_embeds=guidance_embeds,
+    )
+    strengthen(transformer, 2.0)
+    return dict(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        vae=vae,
+        transformer=transformer,
+    )
+
+
+@register_builder("Flux2Pipeline")
+def flux2() -> "DiffusionPipeline":
+    """FLUX.2 dev. Its tokenizer stands where the published folder has a processor, which wants torchvision."""
+    from diffusers import Flux2Pipeline
+    from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
+
+    tokenizer = mistral_tokenizer([SYSTEM_MESSAGE])
+    return Flux2Pipeline(
+        text_encoder=mistral_text_encoder(tokenizer, hidden_size=16, layers=30),
+        tokenizer=tokenizer,
+        **flux2_parts(hidden_size=16, guidance_embeds=True),
+    )
+
+
+@register_builder("Flux2KleinPipeline")
+def flux2_klein() -> "DiffusionPipeline":
+    from diffusers import Flux2KleinPipeline
+    from transformers import Qwen3ForCausalLM
+
+    tokenizer = qwen3_tokenizer()
+    return Flux2KleinPipeline(
+        text_encoder=qwen3_text_encoder(tokenizer, Qwen3ForCausalLM, hidden_size=16, layers=27),
+        tokenizer=tokenizer,
+        **flux2_parts(hidden_size=16, guidance_embeds=False),
+    )
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from transformers import (
         CLIPTextModel,
         CLIPTokenizer,
+        Mistral3ForConditionalGeneration,
         PreTrainedModel,
         PreTrainedTokenizerBase,
         Qwen2_5_VLForConditionalGeneration,
@@ -34,6 +35,12 @@ QWEN3_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+# For messages whose contents are lists of parts.
+MISTRAL_TEMPLATE = (
+    "{% for message in messages %}[INST]{{ message['role'] }} {% for part in message['content'] %}"
+    "{{ part['text'] }}{% endfor %}{% endfor %}"
 )
 
 
@@ -186,3 +193,48 @@ def qwen3_text_encoder(
         initializer_range=0.2,
     )
     return cls(config).eval()
+
+
+def mistral_tokenizer(known_texts: Iterable[str]) -> "PreTrainedTokenizerBase":
+    """A tokenizer for conversations whose messages are lists of parts. Every word of ``known_texts`` is one token."""
+    tokenizer = qwen_tokenizer(known_texts)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[INST]", "[IMG]"]})
+    tokenizer.chat_template = MISTRAL_TEMPLATE
+    return tokenizer
+
+
+def mistral_text_encoder(
+    tokenizer: "PreTrainedTokenizerBase", hidden_size: int, layers: int
+) -> "Mistral3ForConditionalGeneration":
+    """A Mistral 3 with ``layers`` text layers, of which FLUX.2 reads some in the middle."""
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+
+    text_config = dict(
+        model_type="mistral",
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden_size // 4,
+        max_position_embeddings=2048,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        initializer_range=0.2,
+    )
+    vision_config = dict(
+        model_type="pixtral",
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        head_dim=8,
+        image_size=64,
+    )
+    config = Mistral3Config(
+        text_config=text_config,
+        vision_config=vision_config,
+        image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
+    )
+    return Mistral3ForConditionalGeneration(config).eval()

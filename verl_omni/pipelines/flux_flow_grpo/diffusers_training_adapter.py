@@ -46,14 +46,17 @@ class Flux(DiffusionModelBase):
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
         sample = latents[:, step]
         rows, columns = (torch.arange(n, device=sample.device) for n in cls.grid(model_config))
-        position = torch.cartesian_prod(torch.zeros(1).to(rows), rows, columns).reshape(-1, 3)
-        shared = {"hidden_states": sample, "timestep": timesteps[:, step] / 1000, "img_ids": position.to(sample.dtype)}
+        shared = {
+            "hidden_states": sample,
+            "timestep": timesteps[:, step] / 1000,
+            "img_ids": torch.cartesian_prod(torch.zeros_like(rows[:1]), rows, columns),
+        }
         if module.config.guidance_embeds:
             scale = model_config.pipeline.guidance_scale
             shared["guidance"] = sample.new_full((len(sample),), 3.5 if scale is None else scale)
 
         def with_text(embeds: torch.Tensor, pooled: torch.Tensor) -> dict[str, Any]:
-            text = {"encoder_hidden_states": embeds, "txt_ids": embeds.new_zeros(embeds.shape[1], 3)}
+            text = {"encoder_hidden_states": embeds, "txt_ids": rows.new_zeros(embeds.shape[1], 3)}
             return shared | text | {"pooled_projections": pooled}
 
         positive = with_text(prompt_embeds, micro_batch["pooled_prompt_embeds"])
