@@ -1,6 +1,7 @@
 """The agent loop with an engine and reward workers that the tests hold in their hands: no processes."""
 
 import asyncio
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from omegaconf import OmegaConf
 from tiny_models import tiny_checkpoint
 from verl.protocol import DataProto
 
-from verl_omni.agent_loop.diffusion_agent_loop import DiffusionAgentLoopWorker, assign, join
+from verl_omni.agent_loop.diffusion_agent_loop import DiffusionAgentLoopManager, DiffusionAgentLoopWorker, join
 from verl_omni.reward_loop.reward_manager import ImageRewardManager
 from verl_omni.trainer.config.schema import DiffusionTrainerConfig
 from verl_omni.utils.arrays import object_array
@@ -33,7 +34,7 @@ def config(batch_size: int = 4):
     return tree
 
 
-def batch(sources: list[str], servers: int = 1) -> DataProto:
+def batch(sources: list[str]) -> DataProto:
     data = DataProto.from_dict(
         tensors={"dummy": torch.zeros(len(sources))},
         non_tensors={
@@ -44,7 +45,6 @@ def batch(sources: list[str], servers: int = 1) -> DataProto:
         },
     )
     data.meta_info["sampling_params"] = {"max_sequence_length": 64, "negative_prompt": " "}
-    assign(data, servers)
     return data
 
 
@@ -52,16 +52,20 @@ def run(data: DataProto, compute_score, generate=None, servers: int = 1, reward_
     async def image(prompt_ids, sampling_params, **rest):
         return ImageOutput(torch.full((3, 2, 2), sampling_params["seed"], dtype=torch.uint8))
 
-    async def everything():
+    async def everything(chunk):
         tree = config(**settings)
         rewards = [
             Remote(compute_score=ImageRewardManager(tree, None, compute_score=compute_score).run_single)
             for _ in range(reward_workers)
         ]
         worker = DiffusionAgentLoopWorker(tree, [Remote(generate=generate or image)] * servers, rewards)
-        return await asyncio.wait_for(worker.generate_sequences(data), GUARD)
+        return await asyncio.wait_for(worker.generate_sequences(chunk), GUARD)
 
-    return asyncio.run(everything())
+    manager = object.__new__(DiffusionAgentLoopManager)  # its own __init__ starts processes
+    manager.num_servers = servers
+    manager.workers = [Remote(generate_sequences=lambda chunk: asyncio.run(everything(chunk)))]
+    with mock.patch("ray.get", lambda results: results):
+        return manager.generate_sequences(data)
 
 
 @pytest.mark.parametrize("reward_workers", [1, 2, 3])
@@ -119,7 +123,7 @@ def test_requests_carry_their_seed_and_place():
         seen[sampling_params["seed"]] = (sampling_params["position"], tuple(prompt_ids), request_id)
         return ImageOutput(torch.zeros(3, 2, 2, dtype=torch.uint8))
 
-    run(batch(["a"] * 5, servers=2), lambda prompt: 1.0, generate, servers=2)
+    run(batch(["a"] * 5), lambda prompt: 1.0, generate, servers=2)
     assert [seen[i][0] for i in range(5)] == [(0, 3), (1, 3), (2, 3), (0, 2), (1, 2)]
     assert len({ids for _, ids, _ in seen.values()}) == 5 and len({r for _, _, r in seen.values()}) == 5
 
@@ -136,12 +140,12 @@ def test_chunks_whose_rewards_tell_different_things_are_joined():
         DataProto.from_dict(
             tensors={"rm_scores": torch.tensor([[1.0]] * 2), "prompt_embeds": torch.ones(2, length, 3)},
             non_tensors={key: np.array(["x", "y"], dtype=object)},
-            meta_info={"reward_extra_keys": [key]},
+            meta_info={"reward_extra_keys": [key], "timing": {"images": float(length)}},
         )
         for key, length in (("read", 2), ("size", 4))
     ]
     joined = join(chunks)
     assert joined.non_tensor_batch["read"].tolist() == ["x", "y", None, None]
     assert joined.non_tensor_batch["size"].tolist() == [None, None, "x", "y"]
-    assert joined.meta_info["reward_extra_keys"] == ["read", "size"]
+    assert joined.meta_info == {"reward_extra_keys": ["read", "size"], "timing": {"images": 4.0}}
     assert joined.batch["prompt_embeds"].shape == (4, 4, 3) and joined.batch["prompt_embeds"][0, 2:].sum() == 0

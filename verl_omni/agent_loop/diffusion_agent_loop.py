@@ -5,6 +5,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,14 +178,8 @@ class DiffusionAgentLoopManager:
         ]
 
     def generate_sequences(self, batch: DataProto) -> DataProto:
-        size = len(batch)
-        if "server" not in batch.non_tensor_batch:
-            batch.non_tensor_batch["server"] = object_array([i * self.num_servers // size for i in range(size)])
-        servers = batch.non_tensor_batch["server"].tolist()
-        places = [(servers[:i].count(s), servers.count(s)) for i, s in enumerate(servers)]
-        batch.non_tensor_batch["position"] = object_array(places)
-        batch.non_tensor_batch["sample"] = object_array([(i, size) for i in range(size)])
-        chunks = [batch[list(c)] for c in np.array_split(np.arange(size), len(self.workers)) if len(c)]
+        assign(batch, self.num_servers)
+        chunks = [batch[list(c)] for c in np.array_split(np.arange(len(batch)), len(self.workers)) if len(c)]
         outputs = ray.get([w.generate_sequences.remote(c) for w, c in zip(self.workers, chunks, strict=False)])
         return join(outputs)
 
@@ -194,21 +189,27 @@ class DiffusionAgentLoopManager:
 
 
 def assign(batch: DataProto, num_servers: int) -> None:
-    """Give every row its engine and its places in the bursts of requests, so that a run repeats bit for bit.
+    """Give every row its engine, where it has none yet, and its places in two bursts: a run then repeats bit for bit.
 
-    `position` is the place among its engine's requests, `sample` that among the rewards of its data_source.
+    `position` is the place among its engine's requests, `sample` that among the rewards of its data_source: those that
+    are batched together have to count together, or they wait for rows that never come.
     """
-    shares = np.array_split(np.arange(len(batch)), num_servers)
-    places = [(s, (k, len(share))) for s, share in enumerate(shares) for k in range(len(share))]
-    batch.non_tensor_batch["server"] = object_array([s for s, _ in places])
-    batch.non_tensor_batch["position"] = object_array([p for _, p in places])
-    sources = list(batch.non_tensor_batch["data_source"])
-    totals, seen = Counter(sources), Counter()
-    samples = []
-    for source in sources:
-        samples.append((seen[source], totals[source]))
-        seen[source] += 1
-    batch.non_tensor_batch["sample"] = object_array(samples)
+    rows, size = batch.non_tensor_batch, len(batch)
+    if "server" not in rows:
+        rows["server"] = object_array([i * num_servers // size for i in range(size)])
+    rows["position"] = object_array(places(rows["server"]))
+    rows["sample"] = object_array(places(rows["data_source"]))
+
+
+def places(keys: Iterable[Hashable]) -> list[tuple[int, int]]:
+    """(how many of the same key came before, how many there are) for each."""
+    keys = list(keys)
+    totals, seen = Counter(keys), Counter()
+    found = []
+    for key in keys:
+        found.append((seen[key], totals[key]))
+        seen[key] += 1
+    return found
 
 
 def join(outputs: list[DataProto]) -> DataProto:
