@@ -213,6 +213,26 @@ def test_without_noise_it_is_diffusers(row, cfg, size):
         assert output.image.shape == pixels.shape[1:] and output.image.dtype == torch.uint8
 
 
+@torch.no_grad()
+def test_images_go_into_latents_and_out_again(row, request):
+    """As through the VAE alone: scaling and packing cancel."""
+    if "num_frames" in row.both:
+        pytest.skip("videos")
+    if row.name.startswith("Qwen"):
+        reason = "encode_image moves a tensor to a module"
+        request.applymarker(pytest.mark.xfail(strict=True, raises=TypeError, reason=reason))
+    model_config, pipe = config(row, cfg=False), upstream(row.name)
+    adapter = DiffusionModelBase.get_class(model_config)
+    images = torch.rand(2, 3, *SIZES[0], generator=torch.Generator().manual_seed(0))
+    latents = adapter.encode_image(pipe, images, model_config)
+    assert latents.shape[1:] == generate(row, rollout(model_config), PROMPTS[:1])[0].trajectory["final_latents"].shape
+    pixels = 2 * images - 1
+    pixels = pixels[:, :, None] if row.name.startswith("Qwen") else pixels
+    expected = pipe.vae.decode(pipe.vae.encode(pixels).latent_dist.mode()).sample
+    expected = (expected.reshape(images.shape) / 2 + 0.5).clamp(0, 1)
+    torch.testing.assert_close(adapter.decode_latents(pipe, latents, model_config), expected, atol=1e-5, rtol=0)
+
+
 def test_a_mixed_batch_equals_one_by_one(row):
     model_config = config(row, cfg=True, noise=0.7)
     prompts = [*PROMPTS, "a dog"]

@@ -157,11 +157,15 @@ def flow_shift(image_seq_len: int, config: Any) -> float:
     return image_seq_len * slope + y0 - slope * x0
 
 
+def encode_pixels(pipe: Any, images: torch.Tensor) -> torch.Tensor:
+    """Images in [0, 1] to the VAE's own latents in float32: the mean of what its encoder predicts."""
+    pixels = (2 * images - 1).to(pipe.vae.device, pipe.vae.dtype)
+    return pipe.vae.encode(pixels).latent_dist.mode().float()
+
+
 def encode_image(pipe: Any, images: torch.Tensor) -> torch.Tensor:
-    """Images in [0, 1] to latents (B, C, h, w), for diffusers' AutoencoderKL: the mean of what the encoder predicts."""
-    config = pipe.vae.config
-    latents = pipe.vae.encode((2 * images - 1).to(pipe.vae)).latent_dist.mode()
-    return (latents.float() - config.shift_factor) * config.scaling_factor
+    """Images in [0, 1] to latents (B, C, h, w), for diffusers' AutoencoderKL."""
+    return (encode_pixels(pipe, images) - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor
 
 
 def decode_image(pipe: Any, latents: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
-from verl_omni.pipelines.utils import check_length, read_index
+from verl_omni.pipelines.utils import check_length, encode_pixels, read_index
 from verl_omni.workers.config import DiffusionModelConfig
 
 PADDING = -1  # stands for padding in token ids, so that a pad token inside a prompt is not mistaken for it
@@ -125,11 +125,21 @@ class Flux2(DiffusionModelBase):
 
     @classmethod
     def decode_latents(cls, pipe, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
-        norm, vae = pipe.vae.bn, pipe.vae
-        std = (norm.running_var.to(latents) + vae.config.batch_norm_eps).sqrt()
-        latents = (latents * std + norm.running_mean.to(latents)).mT.unflatten(2, cls.grid(model_config))
-        image = vae.decode(pipe._unpatchify_latents(latents).to(vae.dtype), return_dict=False)[0]
+        mean, std = cls._latent_statistics(pipe.vae)
+        latents = (latents * std.to(latents) + mean.to(latents)).mT.unflatten(2, cls.grid(model_config))
+        image = pipe.vae.decode(pipe._unpatchify_latents(latents).to(pipe.vae.dtype), return_dict=False)[0]
         return pipe.image_processor.postprocess(image, output_type="pt")
+
+    @classmethod
+    def encode_image(cls, pipe, images: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
+        mean, std = cls._latent_statistics(pipe.vae)
+        latents = pipe._pack_latents(pipe._patchify_latents(encode_pixels(pipe, images)))
+        return (latents - mean.to(latents)) / std.to(latents)
+
+    @staticmethod
+    def _latent_statistics(vae) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and standard deviation of each channel of a token."""
+        return vae.bn.running_mean, (vae.bn.running_var + vae.config.batch_norm_eps).sqrt()
 
     @classmethod
     def check(cls, model_config: DiffusionModelConfig) -> None:
