@@ -194,6 +194,13 @@ def test_known_keys_and_hydras_own_words_pass(key):
     main_diffusion.check_override_names([key])
 
 
+def test_keys_of_one_algorithm_or_reward_need_no_plus():
+    key = "actor_rollout_ref.actor.diffusion_loss.extra.penalty=2"
+    assert main_diffusion.with_plus(key) == f"++{key}"
+    for other in (f"+{key}", "trainer.save_freq=1", "--config-name=x.extra.y"):
+        assert main_diffusion.with_plus(other) == other
+
+
 def test_a_value_of_the_wrong_type_is_named(data, tmp_path):
     done = command(*settings(data, f"{A}rollout.n=many"), cwd=tmp_path)
     assert done.returncode != 0 and "actor_rollout_ref.rollout.n" in done.stderr and "many" in done.stderr

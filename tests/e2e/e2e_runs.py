@@ -13,7 +13,56 @@ from pathlib import Path
 from tiny_models import tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 240  # seconds after which a run hangs
+LIMIT = 600  # seconds after which a run hangs
+
+
+# What a user's own module can do in every process of a run: here, end it at a chosen moment. The file `kill` says when.
+KILLER = """
+import os, pathlib, signal
+
+HERE = pathlib.Path(__file__).parent
+calls = 0
+
+def kill_if(happens):
+    order = HERE / "kill"
+    if order.exists() and happens(order.read_text()):
+        order.unlink(missing_ok=True)
+        os.kill(int((HERE / "driver").read_text()), signal.SIGKILL)
+
+def compute_score(image, prompt):
+    global calls
+    calls += 1
+    kill_if(lambda moment: moment.startswith("score") and calls >= int(moment.split()[1]))
+    pixels = image.convert("L").getdata()
+    return sum(pixels) / len(pixels) / 255
+
+from verl_omni.workers.engine.fsdp import checkpoint_io
+write = checkpoint_io.export
+
+def export(engine, folder):
+    kill_if(lambda moment: moment == "save of " + pathlib.Path(folder).parent.name)
+    write(engine, folder)
+
+checkpoint_io.export = export
+"""
+
+# A run that has something of everything: LoRA, KL, an average, guidance, a window, a schedule, shuffling.
+LEARNING = [
+    "actor_rollout_ref.model.external_lib=killer",
+    "reward.custom_reward_function.path=killer.py",
+    "actor_rollout_ref.model.lora_rank=4",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    "actor_rollout_ref.actor.ema_decay=0.5",
+    "actor_rollout_ref.actor.optim.lr=0.01",
+    "actor_rollout_ref.actor.optim.lr_scheduler_type=linear",
+    "actor_rollout_ref.rollout.algo.sde_window_size=2",
+    "actor_rollout_ref.rollout.pipeline.true_cfg_scale=2.0",
+    "algorithm.timestep_fraction=0.5",
+    "actor_rollout_ref.actor.shuffle=true",
+    "trainer.save_freq=1",
+    "trainer.test_freq=2",
+    "trainer.max_ckpt_to_keep=2",
+]
 
 
 @functools.cache
@@ -48,6 +97,12 @@ def settings(run_dir: Path, *overrides: str, model: Path | None = None) -> list[
     ]
 
 
+def user_folder(folder: Path) -> Path:
+    """A folder with the module that `LEARNING` names."""
+    (folder / "killer.py").write_text(KILLER)
+    return folder
+
+
 class Run:
     """One start of the command in a session of its own, so that a test can kill all of it."""
 
@@ -56,7 +111,7 @@ class Run:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "verl_omni.trainer.main_diffusion", *arguments],
             cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(folder)} | env,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])} | env,
             stdout=self.log.open("w"),
             stderr=subprocess.STDOUT,
             start_new_session=True,

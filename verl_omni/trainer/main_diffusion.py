@@ -179,6 +179,7 @@ def main() -> None:
         print_help()
         return
     check_override_names(sys.argv[1:])
+    sys.argv[1:] = [with_plus(argument) for argument in sys.argv[1:]]
     _hydra_main()
 
 
@@ -198,9 +199,19 @@ def check_override_names(arguments: list[str]) -> None:
         key = argument.split("=")[0]
         if "=" not in argument or key.startswith(("-", "+", "~", "hydra")) or "/" in key or "@" in key:
             continue
-        open_ends = ("extra", "reward_kwargs", "engine_kwargs")
-        if key not in known and not any(f".{end}." in key for end in open_ends):
+        if key not in known and not is_open(key):
             sys.exit(f'error: unknown config key "{key}".{nearest(key, known)} `--help` lists all of them')
+
+
+def is_open(key: str) -> bool:
+    """Below these, keys are the business of one algorithm, reward or engine."""
+    return any(f".{end}." in key for end in ("extra", "reward_kwargs", "engine_kwargs"))
+
+
+def with_plus(argument: str) -> str:
+    """Hydra wants `++` before a key that no dataclass names; the user should not have to know which those are."""
+    key = argument.split("=")[0]
+    return f"++{argument}" if "=" in argument and key[:1].isalpha() and is_open(key) else argument
 
 
 def known_keys() -> set[str]:

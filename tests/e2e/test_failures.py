@@ -1,0 +1,47 @@
+"""A worker that dies, a reward that fails: the run ends with that error shown, and does not hang."""
+
+import os
+import re
+
+import pytest
+from e2e_runs import Run, settings
+
+pytestmark = pytest.mark.timeout(1500)  # whole runs, on a machine that may be busy
+
+# The reward function is the test's hand inside the run: it finds a worker of the model and kills it.
+KILL_A_WORKER = """
+import os, pathlib, signal
+
+def compute_score(prompt):
+    workers = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            title = pathlib.Path(f"/proc/{pid}/cmdline").read_text()
+            mine = str(pathlib.Path(__file__).parent) in pathlib.Path(f"/proc/{pid}/environ").read_text()
+        except OSError:
+            continue
+        if mine and "DiffusionWorker" in title:
+            workers.append(int(pid))
+    if workers:
+        pathlib.Path(__file__).with_name("killed").write_text(str(min(workers)))
+        os.kill(min(workers), signal.SIGKILL)
+    return 1.0
+"""
+
+
+def test_one_of_two_workers_is_killed(tmp_path):
+    (tmp_path / "reward.py").write_text(KILL_A_WORKER)
+    run = Run(settings("run", "trainer.n_gpus_per_node=2", "reward.custom_reward_function.path=reward.py"), tmp_path)
+    assert run.wait() > 0
+    killed = (tmp_path / "killed").read_text()
+    assert re.search(rf"DiffusionWorker[\s\S]*pid: {killed}\b|pid={killed}\b[\s\S]*DiffusionWorker", run.output())
+    assert not os.path.exists(f"/proc/{killed}")
+
+
+def test_a_failing_reward_ends_the_run_with_one_line(tmp_path):
+    (tmp_path / "reward.py").write_text("def compute_score(prompt):\n    return {}[prompt]\n")
+    run = Run(settings("run", "reward.custom_reward_function.path=reward.py"), tmp_path)
+    assert run.wait() == 1
+    *_, last = (line for line in run.output().splitlines() if line.strip())
+    assert last.startswith("error: reward function compute_score (reward.py) raised KeyError: 'a")
+    assert "Traceback" not in run.output()
