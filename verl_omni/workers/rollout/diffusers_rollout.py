@@ -50,7 +50,7 @@ class DiffusersRollout:
         self.autocast = autocast
         self.pipe = self.adapter.load_pipeline(model_config, device, dtype)
         speed_up_single_frames(self.pipe.vae)
-        if device.type == "cuda":
+        if device.type == "cuda" and all(p.ndim <= 4 for p in self.pipe.vae.parameters()):
             self.pipe.vae.to(memory_format=torch.channels_last)
         self.batcher = Batcher(self.run_batch, config.max_num_seqs, config.request_batch_max_wait_ms / 1000)
         self._prompts: collections.OrderedDict[tuple, Conditions] = collections.OrderedDict()
