@@ -1,0 +1,24 @@
+"""The quickstart's control: the same OCR scores, dealt to the wrong images. Nothing can be learned from them.
+
+    python -m verl_omni.quickstart --run control \
+        reward.custom_reward_function.path=pkg://verl_omni.quickstart.control
+
+Validation is scored honestly.
+"""
+
+import random
+
+from verl_omni.utils.reward_score.ocr import compute_score_ocr
+
+
+def compute_score(
+    images: list, ground_truths: list[str], prompts: list[str], extra_infos: list[dict]
+) -> list[dict[str, object]]:
+    """OCR scores, permuted among the training images of a batch."""
+    results = compute_score_ocr(images, ground_truths, prompts, extra_infos)
+    training = [i for i, info in enumerate(extra_infos) if info.get("split") == "train"]
+    scores = [result["score"] for result in results]
+    shuffled = random.Random(repr(scores)).sample(training, len(training))
+    for i, j in zip(training, shuffled, strict=True):
+        results[i] = results[i] | {"score": scores[j]}
+    return results
