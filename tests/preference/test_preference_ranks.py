@@ -11,6 +11,8 @@ from tiny_models import tiny_checkpoint
 
 from verl_omni.trainer.diffusion.ordering import deal_units
 
+pytestmark = pytest.mark.timeout(900)  # all cases run in one fixture, on a machine that may be busy
+
 CASES = [
     (loss, architecture, lora)
     for architecture in ("QwenImagePipeline", "StableDiffusion3Pipeline")

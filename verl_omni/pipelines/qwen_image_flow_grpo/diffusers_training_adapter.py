@@ -6,7 +6,14 @@ import numpy as np
 import torch
 
 from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
-from verl_omni.pipelines.utils import check_length, dense_mask, flow_shift, read_component_config, trim_padding
+from verl_omni.pipelines.utils import (
+    check_length,
+    dense_mask,
+    encode_pixels,
+    flow_shift,
+    read_component_config,
+    trim_padding,
+)
 from verl_omni.workers.config import DiffusionModelConfig
 
 # The template around every prompt; its first 34 tokens are dropped after encoding. Both are facts of the checkpoint.
@@ -121,7 +128,7 @@ class QwenImage(DiffusionModelBase):
 
     @classmethod
     def encode_image(cls, pipe, images: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
-        latents = pipe.vae.encode((2 * images[:, :, None] - 1).to(pipe.vae)).latent_dist.mode().float()
+        latents = encode_pixels(pipe, images[:, :, None])
         mean, std = cls._latent_statistics(pipe.vae, latents)
         batch, channels, _, height, width = latents.shape
         return pipe._pack_latents((latents - mean) / std, batch, channels, height, width)

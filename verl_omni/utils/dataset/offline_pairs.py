@@ -102,15 +102,16 @@ def model_fingerprint(path: str | Path, trained: Iterable[str]) -> str:
     """
     root = Path(path).expanduser()
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*")):
-        parts = path.relative_to(root).parts
-        if not path.is_file() or len(parts) < 2 or parts[0] in (*trained, "scheduler") or parts[0].startswith("."):
+    for component in sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")):
+        if component.name in (*trained, "scheduler"):
             continue
-        digest.update("/".join(parts).encode() + path.stat().st_size.to_bytes(8, "big"))
-        with path.open("rb") as file:
-            digest.update(file.read(SAMPLED_BYTES))
-            file.seek(max(0, path.stat().st_size - SAMPLED_BYTES))
-            digest.update(file.read())
+        for part in sorted(p for p in component.rglob("*") if p.is_file()):
+            size = part.stat().st_size
+            digest.update(f"{component.name}/{part.relative_to(component)} {size}".encode())
+            with part.open("rb") as file:
+                digest.update(file.read(SAMPLED_BYTES))
+                file.seek(max(0, size - SAMPLED_BYTES))
+                digest.update(file.read())
     return digest.hexdigest()
 
 
