@@ -43,11 +43,13 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
                 self.settings.algorithm,
             )
         if self.settings.algorithm.timestep_fraction < 1:
-            batch.batch["train_steps"] = train_steps(
+            drawn = train_steps(
                 batch.batch["all_timesteps"].shape,
                 self.settings.algorithm.timestep_fraction,
                 seed=self.config.trainer.seed + self.global_step,
             )
+            # By sample, not by row: the order of rows depends on the number of ranks, the update must not.
+            batch.batch["train_steps"] = drawn[batch.batch["sample_id"]]
         with timer(timing, "update_actor"):
             metrics = self._update_actor(self._for_training(batch, keys), self.config.actor_rollout_ref.rollout.n)
         return batch, metrics
