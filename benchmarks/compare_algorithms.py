@@ -1,0 +1,95 @@
+"""Algorithms side by side on the quickstart's task: held-out score against images drawn and against time.
+
+    python -m benchmarks.compare_algorithms --quickstart outputs/quickstart --out outputs/compare [--seeds 0 1 2]
+
+Each run is the real command with the quickstart's recipe and the settings below. Runs that are already whole are not
+repeated. Prints a table in Markdown.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+SCORE = "val-core/"
+ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+ODE = [f"{ROLLOUT}.algo.{name}=null" for name in ("sde_type", "noise_level", "sde_window_size", "sde_window_range")]
+ALGORITHMS: dict[str, list[str]] = {
+    "flow_grpo": [],
+    "diffusion_nft": [
+        *ODE,
+        f"{ACTOR}.diffusion_loss.adv_clip_max=1",
+        f"{ACTOR}.optim.lr=2e-4",
+        "algorithm.timesteps_per_sample=3",
+    ],
+    "awm": [*ODE, "algorithm.timesteps_per_sample=3"],
+    "dpo": [*ODE, "algorithm.timesteps_per_sample=3"],
+}
+
+
+def settings(algorithm: str, seed: int, steps: int) -> list[str]:
+    """Overrides of the quickstart's recipe. Validation draws the same images for every seed."""
+    seeds = ("trainer.seed", "data.seed", f"{ROLLOUT}.seed", f"{ACTOR}.fsdp_config.seed")
+    return [
+        f"actor_rollout_ref.model.algorithm={algorithm}",
+        *ALGORITHMS[algorithm],
+        *(f"{name}={seed}" for name in seeds),
+        f"trainer.total_training_steps={steps}",
+        f"trainer.test_freq={max(1, steps // 4)}",
+        "trainer.save_freq=0",
+    ]
+
+
+def curve(run_dir: Path) -> dict[int, tuple[float, int, float]]:
+    """Step -> (held-out score, images drawn for training so far, seconds of training so far)."""
+    found, images, seconds = {}, 0, 0.0
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        images += row["data"].get("perf/total_num_images", 0)
+        seconds += row["data"].get("timing_s/step", 0.0)
+        scores = [v for k, v in row["data"].items() if k.startswith(SCORE)]
+        if scores:
+            found[row["step"]] = (scores[0], int(images), seconds)
+    return found
+
+
+def table(curves: dict[str, list[dict[int, tuple[float, int, float]]]]) -> str:
+    """One line for each algorithm and validated step; over seeds the mean, and in brackets the lowest and highest."""
+    lines = ["| algorithm | step | images | seconds | held-out score |", "|---|---|---|---|---|"]
+    for algorithm, runs in curves.items():
+        for step in runs[0]:
+            scores, images, seconds = zip(*(run[step] for run in runs), strict=True)
+            spread = f"{statistics.mean(scores):.3f} ({min(scores):.3f} to {max(scores):.3f})"
+            lines.append(f"| `{algorithm}` | {step} | {images[0]} | {statistics.mean(seconds):.0f} | {spread} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quickstart", type=Path, required=True, help="the quickstart's folder; made if not there")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=list(ALGORITHMS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=40)
+    options = parser.parse_args()
+
+    from verl_omni.quickstart.__main__ import training_command
+    from verl_omni.quickstart.prepare import prepare
+
+    prepared = prepare(options.quickstart)
+    curves: dict[str, list] = {}
+    for algorithm in options.algorithms:
+        for seed in options.seeds:
+            run_dir = options.out / f"{algorithm}_{seed}"
+            if not (run_dir / "metrics.jsonl").is_file() or options.steps not in curve(run_dir):
+                command = training_command(prepared, run_dir, settings(algorithm, seed, options.steps))
+                if subprocess.run(command).returncode:
+                    sys.exit(f"error: the run in {run_dir} failed")
+            curves.setdefault(algorithm, []).append(curve(run_dir))
+    print(table(curves))
+
+
+if __name__ == "__main__":
+    main()
