@@ -1,0 +1,36 @@
+"""The images of a prompt, as a data file holds them, to PIL images."""
+
+import io
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+def open_images(column: Iterable[Any] | None) -> list["Image"] | None:
+    """RGB images from paths, encoded bytes, ``{"bytes": ..., "path": ...}`` as in Hugging Face datasets, or images."""
+    if column is None:
+        return None
+    if isinstance(column, str | bytes | dict):
+        column = [column]
+    return [_open(item) for item in column]
+
+
+def _open(item: Any) -> "Image":
+    from PIL import Image, UnidentifiedImageError
+
+    if isinstance(item, Image.Image):
+        return item.convert("RGB")
+    source = (item.get("bytes") or item.get("path")) if isinstance(item, dict) else item
+    if not isinstance(source, str | bytes):
+        raise ValueError(
+            f"an entry of the column `images` is {type(item).__name__}: expected a path, encoded bytes, or a dict with "
+            "`bytes` or `path`"
+        )
+    try:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else os.path.expanduser(source)) as image:
+            return image.convert("RGB")
+    except (FileNotFoundError, UnidentifiedImageError) as error:
+        raise ValueError(f"an image of the column `images` cannot be opened: {error}") from error
