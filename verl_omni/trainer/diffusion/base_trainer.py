@@ -113,9 +113,9 @@ class BaseRayDiffusionTrainer:
     def _set_schedule_length(self) -> None:
         """The learning-rate schedule counts optimizer steps."""
         actor, data = self.config.actor_rollout_ref.actor, self.config.data
-        if actor.optim.total_training_steps is None and self.total_steps:
+        if actor.optim.total_training_steps is None:
             per_step = data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
-            actor.optim.total_training_steps = self.total_steps * per_step
+            actor.optim.total_training_steps = max(1, self.total_steps * per_step)  # none to train: val_only
 
     def shutdown(self) -> None:
         for manager in (self.agent_loop_manager, self.reward_loop_manager):
