@@ -1,0 +1,33 @@
+"""The README says what is there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from verl_omni.utils.readme_tables import fill
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+
+def test_the_table_of_models_is_the_registry():
+    text = (ROOT / "README.md").read_text()
+    assert fill(text) == text, "run: python -m verl_omni.utils.readme_tables README.md"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
+    broken = [link for link in links if not link.startswith("http") and not (page.parent / link).exists()]
+    assert not broken
+
+
+def test_every_algorithm_of_the_readme_is_registered():
+    from verl_omni.algorithms.registry import get_algorithm
+
+    section = (ROOT / "README.md").read_text().split("## Algorithms")[1].split("##")[0]
+    names = re.findall(r"^\| `(\w+)`", section, re.MULTILINE)
+    assert len(names) >= 8
+    for name in names:
+        assert get_algorithm(name).name == name
