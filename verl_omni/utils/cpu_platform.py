@@ -103,7 +103,7 @@ class PlatformCPU(PlatformBase):
         return None
 
 
-# Another import may have asked for the platform before this module was loaded, and have been given a GPU that is not there.
+# Something may have asked for the platform before this module was loaded, and been given a GPU that is not there.
 if platform_manager._current_platform is not None and not platform_manager._current_platform.is_available():
     if not torch.cuda.is_available():
         platform_manager._current_platform = None
