@@ -264,7 +264,7 @@ class DiffusionModelBase(ABC):
     def encode_prompt(
         cls, pipe, prompt_ids: list[int], model_config: DiffusionModelConfig, images: list[Any] | None = None
     ) -> Conditions:
-        """Text features of one prompt (batch dimension 1): `prompt_embeds`, `prompt_embeds_mask` and what else it takes.
+        """Text features of one prompt (batch of 1): `prompt_embeds`, `prompt_embeds_mask` and what more it takes.
 
         One prompt at a time, so that its features do not depend on what else is in a batch.
         """
@@ -289,8 +289,8 @@ class DiffusionModelBase(ABC):
             "decode_latents"
         )
 
-    @classmethod
-    def check(cls, model_config: DiffusionModelConfig) -> None:  # noqa: B027  (nothing to refuse by default)
+    @classmethod  # noqa: B027  (nothing to refuse by default)
+    def check(cls, model_config: DiffusionModelConfig) -> None:
         """Raise one clear line where this architecture cannot do what is asked. Runs before any worker starts."""
 
 
