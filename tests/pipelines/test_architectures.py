@@ -214,13 +214,10 @@ def test_without_noise_it_is_diffusers(row, cfg, size):
 
 
 @torch.no_grad()
-def test_images_go_into_latents_and_out_again(row, request):
+def test_images_go_into_latents_and_out_again(row):
     """As through the VAE alone: scaling and packing cancel."""
     if "num_frames" in row.both:
         pytest.skip("videos")
-    if row.name.startswith("Qwen"):
-        reason = "encode_image moves a tensor to a module"
-        request.applymarker(pytest.mark.xfail(strict=True, raises=TypeError, reason=reason))
     model_config, pipe = config(row, cfg=False), upstream(row.name)
     adapter = DiffusionModelBase.get_class(model_config)
     images = torch.rand(2, 3, *SIZES[0], generator=torch.Generator().manual_seed(0))
