@@ -42,9 +42,9 @@ class Recipe:
     vae_batch: int = 16
     vae_lr: float = 5e-3
     vae_kl: float = 1e-3
-    transformer_steps: int = 1000
+    transformer_steps: int = 800
     transformer_batch: int = 32
-    transformer_lr: float = 2e-3
+    transformer_lr: float = 1.5e-3
 
     def fingerprint(self) -> str:
         """Changes with any of these settings and with the code that draws the signs and trains on them."""
@@ -152,9 +152,7 @@ def _untrained_pipeline() -> "QwenImagePipeline":
 
 def _train_vae(vae: "AutoencoderKLQwenImage", images: torch.Tensor, recipe: Recipe) -> None:
     optimizer = torch.optim.AdamW(vae.parameters(), recipe.vae_lr, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, recipe.vae_lr, total_steps=recipe.vae_steps, pct_start=0.2
-    )
+    schedule = _warm_up_and_decay(optimizer, recipe.vae_lr, recipe.vae_steps)
     bar = tqdm(range(recipe.vae_steps), desc="pre-training the VAE", unit="step")
     for _ in bar:
         target = images[torch.randint(len(images), (recipe.vae_batch,))]
@@ -183,9 +181,7 @@ def _train_transformer(
     clean = pipeline._pack_latents(latents, len(latents), channels, height, width)
     shapes = [[(1, height // 2, width // 2)]] * recipe.transformer_batch
     optimizer = torch.optim.AdamW(transformer.parameters(), recipe.transformer_lr, betas=(0.9, 0.99))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, recipe.transformer_lr, total_steps=recipe.transformer_steps, pct_start=0.1
-    )
+    schedule = _warm_up_and_decay(optimizer, recipe.transformer_lr, recipe.transformer_steps)
     bar = tqdm(range(recipe.transformer_steps), desc="pre-training the transformer", unit="step")
     for _ in bar:
         chosen = torch.randint(len(clean), (recipe.transformer_batch,))
@@ -202,6 +198,10 @@ def _train_transformer(
         loss = F.mse_loss(velocity, noise - x)
         _step(transformer, optimizer, schedule, loss)
         bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+
+
+def _warm_up_and_decay(optimizer: torch.optim.Optimizer, lr: float, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.15, cycle_momentum=False)
 
 
 def _step(module: torch.nn.Module, optimizer, schedule, loss: torch.Tensor) -> None:

@@ -39,6 +39,16 @@ class DeviceResourcePoolManager(ResourcePoolManager):
             )
 
 
+def worker_environment(device: str, workers_per_node: int) -> dict[str, str]:
+    """Ray gives a process one thread. On a CPU the workers share the machine's cores instead.
+
+    Set as an environment variable, because a thread pool's size is read anew by every thread that computes.
+    """
+    if device != "cpu":
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // workers_per_node))}
+
+
 def ray_arguments(config: DictConfig) -> dict[str, Any]:
     """How to start (or find) Ray. Worker processes see the same modules as this one."""
     environment = {

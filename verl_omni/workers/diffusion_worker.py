@@ -33,8 +33,6 @@ class DiffusionWorker(Worker):
         super().__init__()
         self.config = config
         quiet_loading()
-        if get_device_name() == "cpu":  # Ray gives a process one thread; the workers share the machine's cores
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.world_size))
         import_external_lib(config.actor_rollout_ref.model.external_lib)
         self.actor_config: DiffusionActorConfig = OmegaConf.to_object(config.actor_rollout_ref.actor)
         self.model_config: DiffusionModelConfig = OmegaConf.to_object(config.actor_rollout_ref.model)

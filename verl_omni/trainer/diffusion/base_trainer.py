@@ -33,6 +33,7 @@ from verl_omni.trainer.diffusion.diffusion_metric_utils import (
 )
 from verl_omni.trainer.diffusion.ordering import minibatch_order
 from verl_omni.trainer.diffusion.validation import validation_metrics, write_validation
+from verl_omni.trainer.resources import worker_environment
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.dataset.prompt_loader import create_dataloader, create_val_dataloader, steps_for_epochs
 from verl_omni.utils.tracking import Tracking
@@ -97,7 +98,10 @@ class BaseRayDiffusionTrainer:
         pool = self.resource_pool_manager.get_resource_pool(Role.ActorRollout)
         actor = RayClassWithInitArgs(self.role_worker_mapping[Role.ActorRollout], config=self.config)
         self.actor_wg = self.ray_worker_group_cls(
-            resource_pool=pool, ray_cls_with_init=actor, device_name=self.device_name
+            resource_pool=pool,
+            ray_cls_with_init=actor,
+            device_name=self.device_name,
+            worker_env=worker_environment(self.device_name, self.config.trainer.n_gpus_per_node),
         )
         self.actor_wg.init_model()
         self.reward_loop_manager = self.agent_loop_manager = None
