@@ -171,19 +171,18 @@ def _learning_charts(run: Run) -> str:
         (heading, [Series(name, run.curve(name))], percent, "")
         for heading, name, percent in (
             ("KL to the reference", "actor/kl_loss", False),
+            ("KL of old and new policy", "actor/ppo_kl", False),
             ("Clip fraction", "actor/pg_clipfrac", True),
             ("Gradient norm", "actor/grad_norm", False),
-            ("Policy loss", "actor/pg_loss", False),
+            ("Loss", "actor/loss", False),
         )
+        if run.curve(name)
     ]
     return '<div class="charts">' + "".join(_figure(*chart) for chart in charts) + "</div>"
 
 
 def _figure(heading: str, series: Sequence[Series], percent: bool, kind: str) -> str:
-    if any(one.points for one in series):
-        body = line_chart(series, width=WIDE if kind == "wide" else NARROW, percent=percent)
-    else:
-        body = f'<p class="absent">{escape(series[0].label)} was not part of this run</p>'
+    body = line_chart(series, width=WIDE if kind == "wide" else NARROW, percent=percent)
     return f'<figure class="{kind}"><figcaption>{escape(heading)}</figcaption>{body}</figure>'
 
 
@@ -196,7 +195,8 @@ def _timing_chart(run: Run) -> str:
     rows = [(step, seconds) for step, seconds in rows if "step" in seconds]
     if not rows:
         return ""
-    names = dict.fromkeys(name for _, seconds in rows for name in seconds if name != "step")
+    # `gen_denoise` and the like are parts of `gen`.
+    names = dict.fromkeys(n for _, seconds in rows for n in seconds if n != "step" and not n.startswith("gen_"))
     parts = {name: [seconds.get(name, 0.0) for _, seconds in rows] for name in names}
     inside = [name for name in parts if name not in OUTSIDE_STEP]
     rest = [max(s["step"] - sum(parts[n][i] for n in inside), 0.0) for i, (_, s) in enumerate(rows)]
