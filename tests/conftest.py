@@ -22,3 +22,13 @@ def stop_ray_at_the_end():
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def process_group():
+    """The training engine wants a process group, of this one process. One serves all tests that ask for it."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()

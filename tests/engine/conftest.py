@@ -2,17 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 
 @pytest.fixture(scope="package", autouse=True)
-def process_group():
-    if dist.is_initialized():  # another folder's, which lives to the end of the session
-        yield
-        return
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
+def in_a_process_group(process_group):
+    """Every test of this folder builds engines."""
 
 
 @pytest.fixture(scope="package", autouse=True)
