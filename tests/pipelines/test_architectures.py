@@ -209,7 +209,8 @@ def test_without_noise_it_is_diffusers(row, cfg, size):
             pixels = engine.adapter.decode_latents(engine.pipe, latents, model_config)
         expected_latents, expected_pixels = draw(upstream(row.name), row, i, cfg, size)
         torch.testing.assert_close(latents, expected_latents, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(pixels, expected_pixels, atol=1e-5, rtol=0)
+        # The decoder of a video VAE makes a little more of the last bits of its latents.
+        torch.testing.assert_close(pixels, expected_pixels, atol=1e-5 if pixels.ndim == 4 else 3e-5, rtol=0)
         assert output.image.shape == pixels.shape[1:] and output.image.dtype == torch.uint8
 
 
@@ -256,11 +257,8 @@ def test_training_finds_the_log_probs_of_the_rollout(row, sde_type):
     assert (moved - replayed).abs().min() > 1e-4
 
 
-def test_lora_loads_into_the_stock_pipeline(row, tmp_path, request):
+def test_lora_loads_into_the_stock_pipeline(row, tmp_path):
     engine = training_engine(config(row, cfg=True, lora_rank=4, lora_alpha=8))
-    if len(engine.parts) > 1:
-        reason = "the export writes one LoRA file, diffusers wants one for each transformer"
-        request.applymarker(pytest.mark.xfail(strict=True, raises=TypeError, reason=reason))
     names = [name for part in engine.parts.values() for name, _ in part.named_modules()]
     for target in engine.adapter.lora_target_modules:
         assert any(f".{name}".endswith(f".{target}") for name in names), target

@@ -19,6 +19,7 @@ import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platf
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.external_lib import import_external_lib
+from verl_omni.utils.open_images import open_images
 from verl_omni.utils.suggest import unknown
 from verl_omni.workers.config import DiffusionModelConfig
 from verl_omni.workers.rollout.base import ImageOutput, pad_and_cat
@@ -62,7 +63,7 @@ class DiffusionSingleTurnAgentLoop(DiffusionAgentLoopBase):
     """One prompt, one image."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs) -> DiffusionAgentLoopOutput:
-        images, tokenizers = kwargs.get("images"), kwargs["tokenizers"]
+        images, tokenizers = open_images(kwargs.get("images")), kwargs["tokenizers"]
         limit = sampling_params["max_sequence_length"]
         ids = self.adapter.tokenize(tokenizers, kwargs["prompt"], limit, images)
         negative = kwargs.get("negative_prompt") or sampling_params["negative_prompt"]

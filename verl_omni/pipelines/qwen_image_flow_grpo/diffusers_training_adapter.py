@@ -33,12 +33,6 @@ class QwenImage(DiffusionModelBase):
     ]  # fmt: skip
 
     @classmethod
-    def grid(cls, model_config: DiffusionModelConfig) -> tuple[int, int]:
-        """Height and width in latent tokens (2 x 2 latent pixels each)."""
-        step = 2 * cls.vae_scale_factor(model_config)
-        return model_config.pipeline.height // step, model_config.pipeline.width // step
-
-    @classmethod
     def vae_scale_factor(cls, model_config: DiffusionModelConfig) -> int:
         return 2 ** len(read_component_config(model_config.path, "vae")["temperal_downsample"])
 

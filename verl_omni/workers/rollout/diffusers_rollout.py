@@ -158,7 +158,7 @@ class DiffusersRollout:
 
     def _encode(self, ids: list[int], images: list[Any] | None, model_config: DiffusionModelConfig) -> Conditions:
         """A distinct prompt is encoded once."""
-        key = (tuple(ids), *(hash(image.tobytes()) for image in images or ()))
+        key = (tuple(ids), *((image.mode, image.size, hash(image.tobytes())) for image in images or ()))
         if key in self._prompts:
             self._prompts.move_to_end(key)
         else:

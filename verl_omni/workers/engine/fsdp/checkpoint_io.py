@@ -124,14 +124,23 @@ def export(engine: "DiffusersFSDPEngine", folder: str) -> None:
     dist.barrier()
 
 
+def _lora_folder(folder: str, parts: dict[str, torch.nn.Module], name: str) -> str:
+    """diffusers reads one LoRA file for one transformer: the first part's lies in `folder`, another's below it.
+
+    `pipe.load_lora_weights(f"{folder}/transformer_2", load_into_transformer_2=True)` loads Wan2.2's second.
+    """
+    return folder if name == next(iter(parts)) else os.path.join(folder, name)
+
+
 def _write_lora(engine: "DiffusersFSDPEngine", states: dict[str, dict[str, torch.Tensor]], folder: str) -> None:
-    layers = {}
     for name, state in states.items():
         # peft puts the adapter's name into the key; diffusers' files do not have it. Buffers are the base model's.
         lora = {k.replace(".default.", "."): v.contiguous() for k, v in state.items() if ".lora_" in k}
-        layers[f"{name}_lora_layers"] = lora
-        layers[f"{name}_lora_adapter_metadata"] = engine.parts[name].peft_config["default"].to_dict()
-    pipeline_class(engine.model_config.architecture).save_lora_weights(folder, **layers)
+        pipeline_class(engine.model_config.architecture).save_lora_weights(
+            _lora_folder(folder, engine.parts, name),
+            transformer_lora_layers=lora,
+            transformer_lora_adapter_metadata=engine.parts[name].peft_config["default"].to_dict(),
+        )
 
 
 def _write_full(engine: "DiffusersFSDPEngine", states: dict[str, dict[str, torch.Tensor]], folder: str) -> None:
@@ -149,17 +158,18 @@ def load_lora(model_config: DiffusionModelConfig, parts: dict[str, torch.nn.Modu
     """Start from LoRA weights in diffusers' format; every tensor must find its place."""
     from peft import set_peft_model_state_dict
 
-    folder = os.path.expanduser(model_config.lora_path)
-    named = os.path.isfile(os.path.join(folder, LORA_FILE))  # diffusers looks for no name when it is offline
-    state = pipeline_class(model_config.architecture).lora_state_dict(
-        folder, **({"weight_name": LORA_FILE} if named else {})
-    )
-    state = state[0] if isinstance(state, tuple) else state
+    root = os.path.expanduser(model_config.lora_path)
     for name, part in parts.items():
-        mine = {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")}
+        folder = _lora_folder(root, parts, name)
+        named = os.path.isfile(os.path.join(folder, LORA_FILE))  # diffusers looks for no name when it is offline
+        state = pipeline_class(model_config.architecture).lora_state_dict(
+            folder, **({"weight_name": LORA_FILE} if named else {})
+        )
+        state = state[0] if isinstance(state, tuple) else state
+        mine = {k.removeprefix("transformer."): v for k, v in state.items() if k.startswith("transformer.")}
         result = set_peft_model_state_dict(part, mine)
         if not mine or result.unexpected_keys:
             raise ValueError(
                 f'lora_path="{model_config.lora_path}" does not fit: unexpected {result.unexpected_keys[:3]}; '
-                f"expected LoRA tensors of rank {model_config.lora_rank} named {name}.*"
+                f"expected LoRA tensors of rank {model_config.lora_rank} for {name}"
             )
