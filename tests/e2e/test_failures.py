@@ -8,7 +8,7 @@ from e2e_runs import Run, settings
 
 pytestmark = pytest.mark.timeout(1500)  # whole runs, on a machine that may be busy
 
-# The reward function is the test's hand inside the run: it finds a worker of the model and kills it.
+# The reward function is the test's hand inside the run: it finds a worker of the model and kills it, once.
 KILL_A_WORKER = """
 import os, pathlib, signal
 
@@ -22,9 +22,12 @@ def compute_score(prompt):
             continue
         if mine and "DiffusionWorker" in title:
             workers.append(int(pid))
-    if workers:
-        pathlib.Path(__file__).with_name("killed").write_text(str(min(workers)))
-        os.kill(min(workers), signal.SIGKILL)
+    try:
+        with pathlib.Path(__file__).with_name("killed").open("x") as killed:
+            killed.write(str(min(workers)))
+    except FileExistsError:
+        return 1.0
+    os.kill(min(workers), signal.SIGKILL)
     return 1.0
 """
 
