@@ -8,7 +8,7 @@ import torch
 from diffusers import QwenImagePipeline
 
 from verl_omni.quickstart import checkpoint, task
-from verl_omni.quickstart.checkpoint import Recipe, build_checkpoint
+from verl_omni.quickstart.checkpoint import SHIPPED, Recipe, build_checkpoint, held_out_scores
 from verl_omni.quickstart.data import write_data
 from verl_omni.utils.reward_score.ocr import compute_score_ocr
 
@@ -62,9 +62,8 @@ def test_prompts_in_verls_layout(tmp_path):
 
 
 def test_stock_diffusers_draws_from_the_folder(folder):
-    pipeline = QwenImagePipeline.from_pretrained(folder)
+    pipeline = QwenImagePipeline.from_pretrained(folder, torch_dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
-    assert {p.dtype for part in (pipeline.vae, pipeline.transformer) for p in part.parameters()} == {torch.float32}
     embeds, mask = pipeline.encode_prompt([task.prompt_for("407"), task.prompt_for("083")])
     # a, sign, that, reads, quote, three digits, quote, end, newline, start, assistant, newline
     assert embeds.shape == (2, 14, 64) and mask is None
@@ -74,7 +73,7 @@ def test_stock_diffusers_draws_from_the_folder(folder):
 
 def test_latents_are_standardised_by_the_config(folder):
     """Encoding training signs and normalising with the config, as the pipelines do, gives mean 0 and deviation 1."""
-    vae = QwenImagePipeline.from_pretrained(folder).vae
+    vae = QwenImagePipeline.from_pretrained(folder, torch_dtype=torch.float32).vae
     rng = np.random.default_rng(SHORT.seed)
     signs = np.stack([task.draw_sign(number, rng) for number in task.split_numbers()[0]])
     images = torch.from_numpy(signs).permute(0, 3, 1, 2)[:, :, None] / 127.5 - 1
@@ -84,8 +83,8 @@ def test_latents_are_standardised_by_the_config(folder):
         torch.tensor(value).view(1, -1, 1, 1, 1) for value in (vae.config.latents_mean, vae.config.latents_std)
     )
     normalised = (latents - mean) / std
-    assert normalised.mean((0, 2, 3, 4)).abs().max() < 1e-3
-    assert (normalised.std((0, 2, 3, 4)) - 1).abs().max() < 1e-3
+    assert normalised.mean((0, 2, 3, 4)).abs().max() < 5e-3  # weights are saved in float16
+    assert (normalised.std((0, 2, 3, 4)) - 1).abs().max() < 5e-3
 
 
 def test_same_recipe_gives_the_same_weights(folder, tmp_path):
@@ -93,25 +92,26 @@ def test_same_recipe_gives_the_same_weights(folder, tmp_path):
     assert weights(build_checkpoint(tmp_path / "again", SHORT)) == weights(folder)
 
 
-def test_a_finished_checkpoint_is_kept_and_another_recipe_replaces_it(tmp_path, monkeypatch):
-    trained = []
+def test_the_shipped_checkpoint_is_the_recipes():
+    """Its weights cannot be made again in a test; what they were made with, and their shapes, can be compared."""
+    assert json.loads((SHIPPED / "recipe.json").read_text()) == dataclasses.asdict(Recipe())
+    shipped, fresh = QwenImagePipeline.from_pretrained(SHIPPED), checkpoint._untrained_pipeline()
+    for part in ("transformer", "vae", "text_encoder"):
+        ours, theirs = ({k: v.shape for k, v in getattr(p, part).state_dict().items()} for p in (shipped, fresh))
+        assert ours == theirs
+    assert sum(file.stat().st_size for file in SHIPPED.rglob("*") if file.is_file()) < 6e6
 
-    class Saved:
-        def save_pretrained(self, out):
-            out.mkdir(parents=True)
-            (out / "weights").write_text("whole")
 
-    monkeypatch.setattr(checkpoint, "_train", lambda recipe, device: trained.append(recipe) or Saved())
-    other = dataclasses.replace(SHORT, transformer_steps=3)
-    for recipe in (SHORT, SHORT, other, other):
-        assert build_checkpoint(tmp_path / "model", recipe) == tmp_path / "model"
-    assert trained == [SHORT, other]
-    assert json.loads((tmp_path / "model" / "recipe.json").read_text())["transformer_steps"] == 3
-    assert [path.name for path in tmp_path.iterdir()] == ["model"], "nothing unfinished is left"
+def test_the_shipped_checkpoint_leaves_something_to_learn():
+    pytest.importorskip("rapidocr")
+    assert 0.4 < np.mean([result["score"] for result in held_out_scores(SHIPPED)]) < 0.55
 
 
 def test_a_broken_save_leaves_no_checkpoint(tmp_path, monkeypatch):
     class Broken:
+        def to(self, dtype):
+            return self
+
         def save_pretrained(self, out):
             out.mkdir(parents=True)
             raise OSError("disk full")
@@ -122,8 +122,8 @@ def test_a_broken_save_leaves_no_checkpoint(tmp_path, monkeypatch):
     assert not (tmp_path / "model").exists()
 
 
-def test_a_folder_of_something_else_is_not_overwritten(tmp_path):
+def test_a_folder_that_exists_is_not_overwritten(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(FileExistsError, match="not a quickstart checkpoint"):
+    with pytest.raises(FileExistsError, match="choose another folder"):
         build_checkpoint(tmp_path, SHORT)
     assert (tmp_path / "thesis.tex").exists()

@@ -25,10 +25,10 @@ def prompt_for(number: str) -> str:
 def draw_sign(number: str, rng: np.random.Generator) -> np.ndarray:
     """A dark number on a light sign, uint8 (HEIGHT, WIDTH, 3); size, place, shades and noise drawn from ``rng``."""
     sign = Image.new("L", (WIDTH, HEIGHT), int(rng.integers(200, 256)))
-    centre = WIDTH / 2 + rng.uniform(-0.75, 0.75), HEIGHT / 2 + rng.uniform(-0.5, 0.5)
-    font = _font(int(rng.integers(12, 14)))
+    centre = WIDTH / 2 + rng.uniform(-1.5, 1.5), HEIGHT / 2 + rng.uniform(-1, 1)
+    font = _font(int(rng.integers(11, 15)))
     ImageDraw.Draw(sign).text(centre, number, fill=int(rng.integers(0, 71)), font=font, anchor="mm")
-    noisy = np.asarray(sign, np.float32)[:, :, None] + rng.normal(0, 5, (HEIGHT, WIDTH, 3))
+    noisy = np.asarray(sign, np.float32)[:, :, None] + rng.normal(0, 8, (HEIGHT, WIDTH, 3))
     return noisy.clip(0, 255).round().astype(np.uint8)
 
 
