@@ -19,7 +19,14 @@ EXAMPLES = ROOT / "examples"
 RECIPES = {
     "flowgrpo_trainer/run_qwen_image_ocr.sh": ("qwen_image_ocr", "flow_grpo", 0),
     "flowgrpo_trainer/run_qwen_image_ocr_lora.sh": ("qwen_image_ocr_lora", "flow_grpo", 32),
+    "flowgrpo_trainer/run_qwen_image_ocr_lora_fast.sh": ("qwen_image_ocr_lora_fast", "flow_grpo", 32),
     "mixgrpo_trainer/run_qwen_image_ocr_lora_mixgrpo.sh": ("qwen_image_ocr_lora_mixgrpo", "mix_grpo", 32),
+    "dancegrpo_trainer/run_qwen_image_ocr_lora_dancegrpo.sh": ("qwen_image_ocr_lora_dancegrpo", "dance_grpo", 32),
+    "grpoguard_trainer/run_qwen_image_ocr_lora_grpoguard.sh": ("qwen_image_ocr_lora_grpoguard", "grpo_guard", 32),
+    "flowdppo_trainer/run_qwen_image_ocr_lora_flowdppo.sh": ("qwen_image_ocr_lora_flowdppo", "flow_dppo", 32),
+    "diffusion_nft_trainer/run_qwen_image_ocr_lora_nft.sh": ("qwen_image_ocr_lora_nft", "diffusion_nft", 32),
+    "awm_trainer/run_qwen_image_ocr_lora_awm.sh": ("qwen_image_ocr_lora_awm", "awm", 32),
+    "dpo_trainer/run_qwen_image_ocr_lora_dpo.sh": ("qwen_image_ocr_lora_dpo", "dpo", 32),
 }
 
 
@@ -62,6 +69,13 @@ def test_recipes_pass_every_check(script, data, monkeypatch, tmp_path):
         config = preflight(compose(name, [search, f"trainer.default_local_dir={tmp_path}"]))
     assert (config.actor_rollout_ref.model.algorithm, config.actor_rollout_ref.model.lora_rank) == (algorithm, rank)
     assert config.trainer.n_gpus_per_node == 8
+
+
+def test_every_policy_gradient_and_preference_algorithm_has_an_example():
+    from verl_omni.algorithms.registry import algorithm_names
+
+    estimator_only = {"gdpo"}  # a setting of any of the others
+    assert {algorithm for _, algorithm, _ in RECIPES.values()} == set(algorithm_names()) - estimator_only
 
 
 def test_a_recipe_takes_further_settings(data):
