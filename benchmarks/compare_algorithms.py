@@ -1,6 +1,6 @@
 """Algorithms side by side on the quickstart's task: held-out score against images drawn and against time.
 
-    python -m benchmarks.compare_algorithms --quickstart outputs/quickstart --out outputs/compare [--seeds 0 1 2]
+    python -m benchmarks.compare_algorithms --out outputs/compare [--seeds 0 1 2]
 
 Each run is the real command with the quickstart's recipe and the settings below. Runs that are already whole are not
 repeated. Prints a table in Markdown.
@@ -15,26 +15,28 @@ from pathlib import Path
 
 SCORE = "val-core/"
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
-ODE = [f"{ROLLOUT}.algo.{name}=null" for name in ("sde_type", "noise_level", "sde_window_size", "sde_window_range")]
-ALGORITHMS: dict[str, list[str]] = {
-    "flow_grpo": [],
-    "diffusion_nft": [
-        *ODE,
-        f"{ACTOR}.diffusion_loss.adv_clip_max=1",
-        f"{ACTOR}.optim.lr=2e-4",
-        "algorithm.timesteps_per_sample=3",
-    ],
-    "awm": [*ODE, "algorithm.timesteps_per_sample=3"],
-    "dpo": [*ODE, "algorithm.timesteps_per_sample=3"],
+OWN_STEPS = [f"{ROLLOUT}.algo.sde_type=null", f"{ROLLOUT}.algo.noise_level=null"]  # what the algorithm itself chooses
+SINGLE_STEPS = [*OWN_STEPS, "algorithm.timesteps_per_sample=3"]  # of the forward process; the rollout is an ODE
+ALGORITHMS: dict[str, tuple[str, list[str]]] = {
+    "flow_grpo": ("flow_grpo", []),
+    "flow_grpo fast": ("flow_grpo", [f"{ROLLOUT}.algo.sde_window_size=1", f"{ROLLOUT}.algo.sde_window_per_group=true"]),
+    "mix_grpo": ("mix_grpo", [*OWN_STEPS, f"{ROLLOUT}.algo.sde_window_size=2"]),
+    "dance_grpo": ("dance_grpo", OWN_STEPS),
+    "grpo_guard": ("grpo_guard", []),
+    "flow_dppo": ("flow_dppo", []),
+    "diffusion_nft": ("diffusion_nft", [*SINGLE_STEPS, f"{ACTOR}.diffusion_loss.adv_clip_max=1"]),
+    "awm": ("awm", SINGLE_STEPS),
+    "dpo": ("dpo", SINGLE_STEPS),
 }
 
 
-def settings(algorithm: str, seed: int, steps: int) -> list[str]:
+def settings(name: str, seed: int, steps: int) -> list[str]:
     """Overrides of the quickstart's recipe. Validation draws the same images for every seed."""
+    algorithm, particular = ALGORITHMS[name]
     seeds = ("trainer.seed", "data.seed", f"{ROLLOUT}.seed", f"{ACTOR}.fsdp_config.seed")
     return [
         f"actor_rollout_ref.model.algorithm={algorithm}",
-        *ALGORITHMS[algorithm],
+        *particular,
         *(f"{name}={seed}" for name in seeds),
         f"trainer.total_training_steps={steps}",
         f"trainer.test_freq={max(1, steps // 4)}",
@@ -68,7 +70,6 @@ def table(curves: dict[str, list[dict[int, tuple[float, int, float]]]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quickstart", type=Path, required=True, help="the quickstart's folder; made if not there")
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=list(ALGORITHMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -76,15 +77,13 @@ def main() -> None:
     options = parser.parse_args()
 
     from verl_omni.quickstart.__main__ import training_command
-    from verl_omni.quickstart.prepare import prepare
 
-    prepared = prepare(options.quickstart)
     curves: dict[str, list] = {}
     for algorithm in options.algorithms:
         for seed in options.seeds:
-            run_dir = options.out / f"{algorithm}_{seed}"
+            run_dir = options.out / f"{algorithm.replace(' ', '_')}_{seed}"
             if not (run_dir / "metrics.jsonl").is_file() or options.steps not in curve(run_dir):
-                command = training_command(prepared, run_dir, settings(algorithm, seed, options.steps))
+                command = training_command(options.out, run_dir, settings(algorithm, seed, options.steps))
                 if subprocess.run(command).returncode:
                     sys.exit(f"error: the run in {run_dir} failed")
             curves.setdefault(algorithm, []).append(curve(run_dir))

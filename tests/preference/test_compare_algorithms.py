@@ -12,8 +12,8 @@ from verl_omni.trainer.config import schema
 from verl_omni.trainer.preflight import preflight
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_algorithm_may_train_the_quickstart(algorithm, tmp_path):
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_may_train_the_quickstart(name, tmp_path):
     row = {"data_source": "ocr", "prompt": 'a sign "1"', "reward_model": {"style": "rule", "ground_truth": "1"}}
     pd.DataFrame([row] * 6).to_parquet(tmp_path / "prompts.parquet")
     given = [
@@ -24,10 +24,11 @@ def test_every_algorithm_may_train_the_quickstart(algorithm, tmp_path):
     ]
     schema.register()
     with initialize_config_module("verl_omni.quickstart", version_base=None):
-        config = preflight(compose("quickstart", [*given, *settings(algorithm, 3, 40)]))
-    assert config.actor_rollout_ref.actor.diffusion_loss.loss_mode == algorithm
+        config = preflight(compose("quickstart", [*given, *settings(name, 3, 40)]))
+    algorithm = name.split()[0]
+    assert config.actor_rollout_ref.model.algorithm == algorithm
     assert (config.trainer.seed, config.actor_rollout_ref.rollout.seed, config.trainer.test_freq) == (3, 3, 10)
-    assert (config.actor_rollout_ref.rollout.algo.noise_level == 0) == (algorithm != "flow_grpo")
+    assert (config.actor_rollout_ref.rollout.algo.noise_level == 0) == (algorithm in ("diffusion_nft", "awm", "dpo"))
 
 
 def test_the_table_counts_images_and_seconds(tmp_path):
