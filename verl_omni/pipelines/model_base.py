@@ -78,6 +78,8 @@ class DiffusionModelBase(ABC):
     lora_target_modules: ClassVar[list[str]] = ["to_q", "to_k", "to_v", "to_out.0"]
     # The smallest step of height and width is vae_scale_factor times this.
     size_multiple: ClassVar[int] = 2
+    # What `rollout.pipeline` leaves null, as the upstream pipeline has it.
+    pipeline_defaults: ClassVar[dict[str, Any]] = {"negative_prompt": "", "max_sequence_length": 512}
     # Submodules of the pipeline that are trained (Wan2.2 has two).
     trained_components: ClassVar[tuple[str, ...]] = ("transformer",)
 

@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+import torch
 from omegaconf import DictConfig
 from verl.single_controller.ray.base import RayResourcePool, ResourcePoolManager
 
@@ -11,8 +12,6 @@ import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platf
 
 def choose_device(wanted: str | None) -> str:
     """`cuda` or `cpu`; null takes a GPU if there is one."""
-    import torch
-
     has_gpu = torch.cuda.is_available()
     if wanted is None:
         return "cuda" if has_gpu else "cpu"
@@ -40,13 +39,13 @@ class DeviceResourcePoolManager(ResourcePoolManager):
 
 
 def worker_environment(device: str, workers_per_node: int) -> dict[str, str]:
-    """Ray gives a process one thread. On a CPU the workers share the machine's cores instead.
+    """Ray gives a process one thread. On a CPU the workers share the cores that this process may use instead.
 
     Set as an environment variable, because a thread pool's size is read anew by every thread that computes.
     """
     if device != "cpu":
         return {}
-    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // workers_per_node))}
+    return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // workers_per_node))}
 
 
 def ray_arguments(config: DictConfig) -> dict[str, Any]:

@@ -17,6 +17,7 @@ class StableDiffusion3(DiffusionModelBase):
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
         "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
     ]  # fmt: skip
+    pipeline_defaults = {"negative_prompt": "", "max_sequence_length": 256}
 
     @classmethod
     def cfg_scale(cls, model_config: DiffusionModelConfig) -> float:

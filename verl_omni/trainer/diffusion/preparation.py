@@ -42,12 +42,17 @@ def prepare_config(config: DictConfig) -> DictConfig:
 
 
 def _fill(settings: DiffusionTrainerConfig) -> DiffusionTrainerConfig:
-    """What is left null becomes the algorithm's choice."""
+    """What is left null becomes the algorithm's choice, or the model's."""
     arr = settings.actor_rollout_ref
+    if arr.model.path is None:
+        raise ValueError("actor_rollout_ref.model.path is not set: give the diffusers folder of the model to train")
     algorithm = get_algorithm(arr.model.algorithm)
     algo, loss = resolve_algorithm_defaults(arr.model.algorithm, arr.rollout.algo, arr.actor.diffusion_loss)
     arr.rollout.algo = arr.model.algo = algo
     arr.actor.diffusion_loss = loss
+    adapter = DiffusionModelBase.get_class(arr.model)
+    whose = f"the pipeline defaults of {adapter.__name__}"
+    arr.rollout.pipeline = arr.model.pipeline = fill_nulls(arr.rollout.pipeline, adapter.pipeline_defaults, whose)
     chosen = {"trainer_type": algorithm.trainer_type, **algorithm.algorithm}
     defaults = {
         f.name: f.default for f in dataclasses.fields(DiffusionAlgoConfig) if f.default is not dataclasses.MISSING
@@ -64,14 +69,17 @@ def _check(settings: DiffusionTrainerConfig) -> None:
     _one_of("actor_rollout_ref.actor.strategy", arr.actor.strategy, ("fsdp2",))
     for name in trainer.logger:
         _one_of("trainer.logger", name, known_backends())
-    if arr.model.path is None:
-        raise ValueError("actor_rollout_ref.model.path is not set: give the diffusers folder of the model to train")
     if settings.data.train_files is None and not trainer.val_only:
         raise ValueError("data.train_files is not set: give a parquet or JSONL file of prompts")
     if settings.data.val_files is None and trainer.val_only:
         raise ValueError("trainer.val_only=true needs data.val_files: give a parquet or JSONL file of prompts")
     _check_engine(arr.actor)
     get_diffusion_adv_estimator_fn(settings.algorithm.adv_estimator)
+    if settings.algorithm.adv_estimator == "gdpo" and not settings.algorithm.reward_weights:
+        raise ValueError(
+            "algorithm.adv_estimator=gdpo adds up several rewards: name them, such as "
+            "'algorithm.reward_weights={sharpness: 1, score: 0.5}'"
+        )
     get_step(arr.rollout.algo.sde_type)
     adapter = DiffusionModelBase.get_class(arr.model)
     adapter.check(arr.model)

@@ -17,8 +17,12 @@ class DiffusionPipelineConfig:
     num_inference_steps: int = knob(10, "denoising steps of a training rollout")
     true_cfg_scale: float = knob(1.0, "true classifier-free guidance (Qwen-Image); 1 turns it off")
     guidance_scale: float | None = knob(None, "guidance of pipelines that call it so; null is the pipeline's default")
-    negative_prompt: str = knob(" ", "negative prompt where the data has no `negative_prompt` column")
-    max_sequence_length: int = knob(512, "longest prompt in tokens; a longer one is an error")
+    negative_prompt: str | None = knob(
+        None, "negative prompt where the data has no `negative_prompt` column; null: as the model's pipeline has it"
+    )
+    max_sequence_length: int | None = knob(
+        None, "longest prompt in tokens; a longer one is an error; null: the limit of the model's pipeline"
+    )
 
 
 # Validation may change any of these; what is left null is as in training.
