@@ -29,6 +29,7 @@ from verl_omni.workers.engine.fsdp import checkpoint_io
 EMA = 0.9
 SCHEDULE = {"lr_scheduler_type": "linear", "total_training_steps": 5, "lr_warmup_steps": 1}
 CASES = {"full": False, "lora": True}
+SD3 = "StableDiffusion3Pipeline"  # its timesteps go up to 1000, where bfloat16 tells only multiples of 4 apart
 
 
 def build(path: str, lora: bool):
@@ -42,6 +43,12 @@ def build(path: str, lora: bool):
 def ema(engine) -> dict[str, torch.Tensor]:
     copies = engine.policies.state_dict()["ema"]
     return {n: whole(checkpoint_io._like(copies[n], engine.parameters[n])) for n in copies}
+
+
+def means(data: dict[str, torch.Tensor], dtype: str) -> torch.Tensor:
+    engine = make_engine(model_config(tiny_checkpoint(SD3)), dtype=dtype)
+    with engine.eval_mode():
+        return engine.infer_batch(data)["model_output"]["prev_sample_mean"].unflatten(0, data["all_timesteps"].shape)
 
 
 def observe(engine, data: dict[str, torch.Tensor], checkpoint: Path) -> dict:
@@ -69,6 +76,8 @@ def rank_main(rank: int, folder: str, path: str) -> None:
         seen = observe(build(path, lora), part(data, slice(rank, None, 2)), Path(folder, f"{name}_of_two"))
         if rank == 0:
             torch.save(seen, os.path.join(folder, f"{name}_seen.pt"))
+    seen = means(part(torch.load(os.path.join(folder, "sd3.pt")), slice(rank, None, 2)), "bfloat16")
+    torch.save(seen, os.path.join(folder, f"sd3_seen_{rank}.pt"))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -82,6 +91,7 @@ def runs(tmp_path_factory):
         data = roll_out(make_engine(model_config(path, cfg=True, lora=lora)))
         torch.save(data, folder / f"{name}.pt")
         found[name] = (data, observe(build(path, lora), dict(data), folder / f"{name}_of_one"))
+    torch.save(roll_out(make_engine(model_config(tiny_checkpoint(SD3)))), folder / "sd3.pt")
     mp.spawn(rank_main, args=(str(folder), path), nprocs=2)
     return {name: (*found[name], torch.load(folder / f"{name}_seen.pt"), folder) for name in CASES}
 
@@ -97,6 +107,15 @@ def test_one_and_two_ranks_agree(runs, name):
         assert_same(one[key], two[key])
     assert max(g.abs().max() for g in one["gradients"].values()) > 1e-2
     assert moved(one["later_weights"], one["weights"]) > 1e-4
+
+
+def test_two_ranks_round_no_worse_than_one_in_bfloat16(runs):
+    """Were FSDP to cast inputs, the timestep would be off by up to 2, and the means five times as far."""
+    folder = runs["full"][-1]
+    data = torch.load(folder / "sd3.pt")
+    exact, one = means(data, "float32"), means(data, "bfloat16")
+    two = torch.stack([torch.load(folder / f"sd3_seen_{rank}.pt") for rank in range(2)], 1).flatten(0, 1)
+    assert 0 < (two - exact).norm() < 1.5 * (one - exact).norm()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -80,7 +80,12 @@ TABLE = [
     Architecture("Flux2KleinPipeline", **GUIDANCE, negative=""),
     Architecture("ZImagePipeline", guided={"guidance_scale": 4.0}, plain={"guidance_scale": 0.0}),
     Architecture("WanPipeline", **GUIDANCE, both={"num_frames": 5}),
-    Architecture("WanPipeline-2.2", **GUIDANCE, both={"num_frames": 5}),
+    Architecture(
+        "WanPipeline-2.2",
+        guided={"guidance_scale": 5.0, "guidance_scale_2": 3.0},
+        plain={"guidance_scale": 1.0},
+        both={"num_frames": 5},
+    ),
 ]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from verl_omni.quickstart.checkpoint import SHIPPED
 from verl_omni.quickstart.data import write_data
+from verl_omni.trainer.diffusion.checkpointing import whole_checkpoints
 from verl_omni.utils.report import format_before_after_table, write_report
 
 RECIPE = Path(__file__).parent
@@ -40,7 +41,9 @@ def main() -> None:
     report = run_dir / "report.html"
     longer = training_command(options.out, run_dir, [*overrides, "trainer.total_training_steps=100"])
     write_report(run_dir, report, title="verl-omni quickstart", continue_command=shown(longer))
-    print(f"\nReport: {report}\nTrained weights: {newest_export(run_dir)}")
+    print(f"\nReport: {report}")
+    for checkpoint in list(whole_checkpoints(run_dir).values())[-1:]:  # none with trainer.save_freq=0
+        print(f"Trained weights: {checkpoint / 'export'}")
     print(f"Whole quickstart: {time.time() - began:.0f} s. To train on from here:\n\n    {shown(longer)}\n")
 
 
@@ -61,12 +64,6 @@ def training_command(data_dir: Path, run_dir: Path, overrides: list[str]) -> lis
 def shown(command: list[str]) -> str:
     """A command as one would type it."""
     return " \\\n        ".join([" ".join(["python", *command[1:3]]), " ".join(command[3:7]), *command[7:]])
-
-
-def newest_export(run_dir: Path) -> Path:
-    from verl_omni.trainer.diffusion.checkpointing import whole_checkpoints
-
-    return list(whole_checkpoints(run_dir).values())[-1] / "export"
 
 
 if __name__ == "__main__":

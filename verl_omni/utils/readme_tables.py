@@ -1,6 +1,6 @@
 """The tables of the README, generated from what is registered.
 
-    python -m verl_omni.utils.readme_tables README.md     # writes them in
+python -m verl_omni.utils.readme_tables README.md     # writes them in
 """
 
 import importlib
@@ -25,14 +25,14 @@ def models_table() -> str:
     return "\n".join(rows)
 
 
-def fill(text: str) -> str:
-    """The README with its table of models renewed."""
-    pattern = re.compile(r"(<!-- MODELS -->\n).*?(<!-- /MODELS -->)", re.DOTALL)
+def fill(text: str, name: str, table: str) -> str:
+    """The text with ``table`` between its marks ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
+    pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
     if not pattern.search(text):
-        raise ValueError("the text has no <!-- MODELS --> ... <!-- /MODELS --> to fill")
-    return pattern.sub(lambda m: m[1] + models_table() + "\n" + m[2], text)
+        raise ValueError(f"the text has no <!-- {name} --> ... <!-- /{name} --> to fill")
+    return pattern.sub(lambda m: m[1] + table + "\n" + m[2], text)
 
 
 if __name__ == "__main__":
     readme = Path(sys.argv[1])
-    readme.write_text(fill(readme.read_text()))
+    readme.write_text(fill(readme.read_text(), "MODELS", models_table()))

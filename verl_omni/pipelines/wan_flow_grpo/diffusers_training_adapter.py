@@ -25,6 +25,10 @@ class Experts(torch.nn.ModuleDict):
         super().__init__({"transformer": transformer, "transformer_2": transformer_2})
         self.boundary = boundary
 
+    def high_noise(self, timestep: torch.Tensor) -> torch.Tensor:
+        """Which rows are the first transformer's; a timestep is (B,), or (B, tokens) and then the same for all."""
+        return timestep.reshape(len(timestep), -1)[:, 0] >= self.boundary
+
 
 @DiffusionModelBase.register("WanPipeline", algorithm="flow_grpo")
 class Wan(DiffusionModelBase):
@@ -61,8 +65,6 @@ class Wan(DiffusionModelBase):
         if "flow_shift" not in scheduler.load_config(model_config.path, subfolder="scheduler"):
             return super().set_timesteps(scheduler, model_config, device)
         scheduler.set_timesteps(sigmas=np.linspace(1, 1 / train_steps, steps + 1)[:-1], device=device)
-
-    # ---- training and rollout -------------------------------------------------------------------------------------
 
     @classmethod
     def load_module(cls, model_config: DiffusionModelConfig, dtype: torch.dtype) -> torch.nn.Module:
@@ -107,6 +109,26 @@ class Wan(DiffusionModelBase):
         return positive, with_text(negative_prompt_embeds)
 
     @classmethod
+    def predict_velocity(
+        cls,
+        module: torch.nn.Module,
+        model_config: DiffusionModelConfig,
+        model_inputs: dict[str, Any],
+        negative_model_inputs: dict[str, Any] | None,
+    ) -> torch.Tensor:
+        """Guided velocity; `guidance_scale_2` is the scale of the low-noise rows."""
+        second = model_config.pipeline.guidance_scale_2
+        if second is None or negative_model_inputs is None or not isinstance(module, Experts):
+            return super().predict_velocity(module, model_config, model_inputs, negative_model_inputs)
+        if "velocity" not in negative_model_inputs:
+            with torch.no_grad():
+                negative_model_inputs = {"velocity": cls.forward(module, negative_model_inputs).float()}
+        uncond = negative_model_inputs["velocity"]
+        guided = super().predict_velocity(module, model_config, model_inputs, negative_model_inputs)
+        rescaled = uncond + second / cls.cfg_scale(model_config) * (guided - uncond)
+        return torch.where(module.high_noise(model_inputs["timestep"]).view(-1, 1, 1, 1, 1), guided, rescaled)
+
+    @classmethod
     def forward(cls, module: torch.nn.Module, model_inputs: dict[str, Any]) -> torch.Tensor:
         """With two transformers, every row goes through its own.
 
@@ -115,8 +137,7 @@ class Wan(DiffusionModelBase):
         """
         if not isinstance(module, Experts):
             return super().forward(module, model_inputs)
-        timestep = model_inputs["timestep"]
-        high = timestep.reshape(len(timestep), -1)[:, 0] >= module.boundary
+        high = module.high_noise(model_inputs["timestep"])
         outputs, places, idle = [], [], 0.0
         for transformer, chosen in ((module["transformer"], high), (module["transformer_2"], ~high)):
             rows = chosen.nonzero().flatten()
@@ -126,8 +147,6 @@ class Wan(DiffusionModelBase):
             elif acts_with_other_ranks(module):
                 idle = 0.0 * super().forward(transformer, {k: v[:1] for k, v in model_inputs.items()}).sum()
         return torch.cat(outputs)[torch.cat(places).argsort()] + idle
-
-    # ---- prompts and videos ---------------------------------------------------------------------------------------
 
     @classmethod
     def tokenize(

@@ -17,6 +17,7 @@ class DiffusionPipelineConfig:
     num_inference_steps: int = knob(10, "denoising steps of a training rollout")
     true_cfg_scale: float = knob(1.0, "true classifier-free guidance (Qwen-Image); 1 turns it off")
     guidance_scale: float | None = knob(None, "guidance of pipelines that call it so; null is the pipeline's default")
+    guidance_scale_2: float | None = knob(None, "Wan2.2: guidance of the low-noise transformer; null: guidance_scale")
     negative_prompt: str | None = knob(
         None, "negative prompt where the data has no `negative_prompt` column; null: as the model's pipeline has it"
     )

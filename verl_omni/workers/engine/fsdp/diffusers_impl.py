@@ -81,7 +81,7 @@ class DiffusersFSDPEngine(BaseEngine):
         self.compiled = on_gpu(self.engine_config.use_torch_compile, self.device)
         if self.compiled:
             compile_blocks(self.parts)
-        # A single rank has nothing to share: it trains the module as it is, under autocast.
+        # A single rank has nothing to share: it trains the module as it is.
         self.sharded = dist.get_world_size() > 1
         if self.sharded:
             self.mesh = shard(self.parts, self.engine_config, self.device, self.dtype)
@@ -116,8 +116,8 @@ class DiffusersFSDPEngine(BaseEngine):
         return True
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """FSDP casts weights by itself; an unsharded module computes in `dtype` under autocast."""
-        mixed = not self.sharded and self.dtype != torch.float32
+        """Compute in `dtype`, on one rank and on many alike."""
+        mixed = self.dtype != torch.float32
         return torch.autocast(self.device.type, self.dtype) if mixed else contextlib.nullcontext()
 
     def keep_reference(self) -> None:

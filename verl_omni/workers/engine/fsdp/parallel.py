@@ -44,7 +44,8 @@ def shard(
         raise ValueError(f"actor_rollout_ref.actor.fsdp_config.fsdp_size={size} does not divide the {world} ranks")
     shape, names = ((world,), ("fsdp",)) if size == world else ((world // size, size), ("ddp", "fsdp"))
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # Inputs stay as they are, and autocast chooses: FSDP would round a timestep of 857.69 to 856 in bfloat16.
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     options = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": config.reshard_after_forward}
     for part in parts.values():
         for block in repeated_blocks(part):

@@ -1,0 +1,80 @@
+"""Two steps of the real command on every architecture; every algorithm has its turn. The engine's own tests try all
+pairs (tests/pipelines/test_matrix.py)."""
+
+import io
+import math
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from e2e_runs import Run, metrics, prompts, settings
+from PIL import Image
+from tiny_models import tiny_checkpoint
+
+pytestmark = pytest.mark.timeout(1500)  # whole runs, on a machine that may be busy
+
+ALGORITHM, LOSS = "actor_rollout_ref.model.algorithm", "actor_rollout_ref.actor.diffusion_loss"
+PIPELINE, WINDOW = "actor_rollout_ref.rollout.pipeline", "actor_rollout_ref.rollout.algo"
+VIDEO = [f"{PIPELINE}.num_frames=5", "reward.custom_reward_function.path=brightness.py"]
+BRIGHTNESS = """
+def compute_score(image):
+    assert len(image) == 5, "a video is a list of its frames"
+    return sum(frame.convert("L").resize((1, 1)).getpixel((0, 0)) for frame in image) / 5 / 255
+"""
+RUNS = {
+    "QwenImagePipeline": ("flow_grpo", f"{WINDOW}.sde_window_size=1", f"{WINDOW}.sde_window_per_group=true"),
+    "QwenImageEditPlusPipeline": ("mix_grpo", f"{WINDOW}.sde_window_size=2", f"{PIPELINE}.true_cfg_scale=2"),
+    "StableDiffusion3Pipeline": ("dance_grpo", f"{PIPELINE}.guidance_scale=4.5"),
+    "FluxPipeline": ("grpo_guard", f"{PIPELINE}.guidance_scale=3"),
+    "Flux2Pipeline": ("flow_dppo", f"{PIPELINE}.guidance_scale=4"),
+    "Flux2KleinPipeline": ("diffusion_nft", f"{PIPELINE}.guidance_scale=1"),
+    "ZImagePipeline": ("awm", f"{PIPELINE}.guidance_scale=0"),
+    "WanPipeline": ("dpo", *VIDEO),
+    "WanPipeline-2.2": ("flow_grpo", f"{PIPELINE}.guidance_scale=3", *VIDEO),
+}
+RATIOS = ("flow_grpo", "mix_grpo", "dance_grpo", "grpo_guard", "flow_dppo")
+
+
+def with_images(folder) -> list[str]:
+    """The prompts once more, each with a picture to edit; upstream would scale it to 1024 x 1024."""
+    rng, files = np.random.default_rng(0), []
+    for name in ("train", "test"):
+        rows = pq.read_table(prompts() / f"{name}.parquet").to_pylist()
+        for row in rows:
+            png = io.BytesIO()
+            Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(png, "png")
+            row["images"] = [{"bytes": png.getvalue()}]
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
+        files.append(str(folder / f"{name}.parquet"))
+    (folder / "small_references.py").write_text(
+        "from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as upstream\n"
+        "upstream.CONDITION_IMAGE_SIZE = upstream.VAE_IMAGE_SIZE = 64 * 64\n"
+    )
+    return [
+        f"data.train_files={files[0]}",
+        f"data.val_files={files[1]}",
+        "actor_rollout_ref.model.external_lib=small_references",
+    ]
+
+
+@pytest.mark.parametrize("architecture", RUNS)
+def test_two_steps(architecture, tmp_path):
+    algorithm, *particular = RUNS[architecture]
+    if "Edit" in architecture:
+        particular += with_images(tmp_path)
+    (tmp_path / "brightness.py").write_text(BRIGHTNESS)
+    run_dir = tmp_path / "run"
+    model = tiny_checkpoint(architecture)
+    arguments = settings(
+        run_dir, f"{ALGORITHM}={algorithm}", "trainer.total_training_steps=2", *particular, model=model
+    )
+    Run(
+        [*arguments, "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=0.01"], tmp_path
+    ).succeed()
+    seen = metrics(run_dir)
+    for step in (1, 2):
+        assert math.isfinite(seen[step]["actor/grad_norm"]) and seen[step]["actor/grad_norm"] > 0
+        if algorithm in RATIOS:
+            assert seen[step]["actor/first_ratio_max_dev"] <= 1e-6
+    assert list((run_dir / "global_step_2" / "export").rglob("*.safetensors"))

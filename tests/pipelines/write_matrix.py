@@ -1,0 +1,45 @@
+"""Run the matrix of algorithms and architectures, and write what passed into the README.
+
+python tests/pipelines/write_matrix.py README.md
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_omni.utils.readme_tables import fill
+
+MARKS = {"passed": "✓", "failed": "fails", "skipped": "–"}
+
+
+class Outcomes:
+    """A pytest plug-in that remembers how each test ended."""
+
+    def __init__(self) -> None:
+        self.cells: dict[tuple[str, str], str] = {}
+
+    def pytest_runtest_logreport(self, report) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            row, _, column = report.nodeid.partition("[")[2].rstrip("]").rpartition("-")
+            self.cells[row, column] = MARKS[report.outcome]
+
+
+def matrix_table(cells: dict[tuple[str, str], str]) -> str:
+    """Architectures down, algorithms across."""
+    rows, columns = (list(dict.fromkeys(key[i] for key in cells)) for i in range(2))
+    lines = ["| | " + " | ".join(f"`{c}`" for c in columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    lines += [f"| `{row}` | " + " | ".join(cells[row, column] for column in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    outcomes = Outcomes()
+    status = pytest.main(["-q", str(Path(__file__).with_name("test_matrix.py"))], plugins=[outcomes])
+    readme = Path(sys.argv[1])
+    readme.write_text(fill(readme.read_text(), "MATRIX", matrix_table(outcomes.cells)))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
