@@ -1,6 +1,7 @@
 """Model and algorithm are independent choices: every policy-gradient algorithm takes a step on every architecture."""
 
 import asyncio
+import contextlib
 import dataclasses
 import math
 
@@ -46,11 +47,27 @@ def test_a_step(trained, algorithm):
     data["old_log_probs"] = data["rollout_log_probs"]
     data["advantages"] = torch.tensor([[1.0], [-1.0]]).expand(2, length)
     before = {k: p.detach().clone() for k, p in engine.parameters.items()}
-    with engine.train_mode():
+    with engine.train_mode(), counted_rows(engine) as trained_rows:
         metrics = engine.train_batch(data, build_loss_function(DiffusionActorConfig(diffusion_loss=loss)))["metrics"]
+    assert sum(trained_rows) == 2 * length  # one forward with a gradient for each image and step of its window
     assert math.isfinite(metrics["grad_norm"]) and metrics["grad_norm"] > 0
     assert metrics["ratio_max_dev"] <= 1e-6
     assert any(not torch.equal(before[k], p) for k, p in engine.parameters.items())
+
+
+@contextlib.contextmanager
+def counted_rows(engine):
+    """How many rows each call of a transformer has while gradients are on."""
+    rows = []
+
+    def count(module, args, kwargs):
+        if torch.is_grad_enabled():
+            rows.append(len(next(iter([*args, *kwargs.values()]))))
+
+    hooks = [part.register_forward_pre_hook(count, with_kwargs=True) for part in engine.parts.values()]
+    yield rows
+    for hook in hooks:
+        hook.remove()
 
 
 def sample(row, engine, algo, steps):
