@@ -22,11 +22,21 @@ def compute_score(image):
     assert len(image) == 5, "a video is a list of its frames"
     return sum(frame.convert("L").resize((1, 1)).getpixel((0, 0)) for frame in image) / 5 / 255
 """
+TWO_REWARDS = """
+def compute_score(image):
+    bright = image.convert("L").resize((1, 1)).getpixel((0, 0)) / 255
+    return {"score": bright, "red": image.resize((1, 1)).getpixel((0, 0))[0]}
+"""
+GDPO = [
+    "algorithm.adv_estimator=gdpo",
+    "algorithm.reward_weights={score: 1, red: 0.5}",
+    "reward.custom_reward_function.path=two_rewards.py",
+]
 RUNS = {
     "QwenImagePipeline": ("flow_grpo", f"{WINDOW}.sde_window_size=1", f"{WINDOW}.sde_window_per_group=true"),
     "QwenImageEditPlusPipeline": ("mix_grpo", f"{WINDOW}.sde_window_size=2", f"{PIPELINE}.true_cfg_scale=2"),
     "StableDiffusion3Pipeline": ("dance_grpo", f"{PIPELINE}.guidance_scale=4.5"),
-    "FluxPipeline": ("grpo_guard", f"{PIPELINE}.guidance_scale=3"),
+    "FluxPipeline": ("grpo_guard", f"{PIPELINE}.guidance_scale=3", *GDPO),
     "Flux2Pipeline": ("flow_dppo", f"{PIPELINE}.guidance_scale=4"),
     "Flux2KleinPipeline": ("diffusion_nft", f"{PIPELINE}.guidance_scale=1"),
     "ZImagePipeline": ("awm", f"{PIPELINE}.guidance_scale=0"),
@@ -64,6 +74,7 @@ def test_two_steps(architecture, tmp_path):
     if "Edit" in architecture:
         particular += with_images(tmp_path)
     (tmp_path / "brightness.py").write_text(BRIGHTNESS)
+    (tmp_path / "two_rewards.py").write_text(TWO_REWARDS)
     run_dir = tmp_path / "run"
     model = tiny_checkpoint(architecture)
     arguments = settings(

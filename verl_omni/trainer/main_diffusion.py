@@ -204,8 +204,8 @@ def check_override_names(arguments: list[str]) -> None:
 
 
 def is_open(key: str) -> bool:
-    """Below these, keys are the business of one algorithm, reward or engine."""
-    return any(f".{end}." in key for end in ("extra", "reward_kwargs", "engine_kwargs"))
+    """In these and below, keys are the business of one algorithm, reward or engine."""
+    return any(f".{end}." in f"{key}." for end in ("extra", "reward_kwargs", "reward_weights", "engine_kwargs"))
 
 
 def with_plus(argument: str) -> str:

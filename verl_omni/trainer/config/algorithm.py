@@ -25,8 +25,8 @@ class DiffusionAlgoConfig:
     adv_estimator: str = knob("flow_grpo", "name of a registered advantage estimator or algorithm")
     norm_adv_by_std_in_grpo: bool | None = knob(True, "divide advantages by the standard deviation; false is Dr.GRPO")
     global_std: bool | None = knob(True, "that of the whole batch, not of the group")
-    reward_weights: dict[str, float] | None = knob(
-        None, "gdpo: the rewards to add up, as {name: weight}; names are keys of what the reward function returns"
+    reward_weights: dict[str, float] = knob(
+        {}, "gdpo: the rewards to add up, as {name: weight}; names are keys of what the reward function returns"
     )
     old_policy_decay_schedule: str | None = knob(
         "copy", "how the old policy follows: copy, linear_to_0_3, linear_to_0_5, delayed_linear_to_0_999"
