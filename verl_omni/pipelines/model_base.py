@@ -170,8 +170,15 @@ class DiffusionModelBase(ABC):
         return plain
 
     @classmethod
-    def combine_cfg(cls, cond: torch.Tensor, uncond: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
-        return uncond + cls.cfg_scale(model_config) * (cond - uncond)
+    def guidance(
+        cls, module: torch.nn.Module, model_config: DiffusionModelConfig, model_inputs: dict[str, Any]
+    ) -> float | torch.Tensor:
+        """The scale of classifier-free guidance for these inputs: one number, or a tensor with one for each row."""
+        return cls.cfg_scale(model_config)
+
+    @classmethod
+    def combine_cfg(cls, cond: torch.Tensor, uncond: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
+        return uncond + scale * (cond - uncond)
 
     @classmethod
     def predict_velocity(
@@ -193,7 +200,7 @@ class DiffusionModelBase(ABC):
             with torch.no_grad():
                 uncond = cls.forward(module, negative_model_inputs).float()
         cond = cls.forward(module, model_inputs).float()
-        return cls.combine_cfg(cond, uncond, model_config)
+        return cls.combine_cfg(cond, uncond, cls.guidance(module, model_config, model_inputs))
 
     @classmethod
     def forward_and_sample_previous_step(

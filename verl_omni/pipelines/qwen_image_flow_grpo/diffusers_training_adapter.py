@@ -77,8 +77,8 @@ class QwenImage(DiffusionModelBase):
         return positive, with_text(negative_prompt_embeds, negative_prompt_embeds_mask)
 
     @classmethod
-    def combine_cfg(cls, cond: torch.Tensor, uncond: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
-        guided = super().combine_cfg(cond, uncond, model_config)
+    def combine_cfg(cls, cond: torch.Tensor, uncond: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
+        guided = super().combine_cfg(cond, uncond, scale)
         return guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
 
     @classmethod

@@ -48,7 +48,7 @@ class Wan(DiffusionModelBase):
         scale = model_config.pipeline.guidance_scale
         return 5.0 if scale is None else scale
 
-    # ---- noise schedule: published folders come with UniPC, whose sigmas we walk with one-step methods ------------
+    # Published folders come with UniPC, whose sigmas we walk with one-step methods.
 
     @classmethod
     def build_scheduler(cls, model_config: DiffusionModelConfig):
@@ -109,24 +109,14 @@ class Wan(DiffusionModelBase):
         return positive, with_text(negative_prompt_embeds)
 
     @classmethod
-    def predict_velocity(
-        cls,
-        module: torch.nn.Module,
-        model_config: DiffusionModelConfig,
-        model_inputs: dict[str, Any],
-        negative_model_inputs: dict[str, Any] | None,
-    ) -> torch.Tensor:
-        """Guided velocity; `guidance_scale_2` is the scale of the low-noise rows."""
-        second = model_config.pipeline.guidance_scale_2
-        if second is None or negative_model_inputs is None or not isinstance(module, Experts):
-            return super().predict_velocity(module, model_config, model_inputs, negative_model_inputs)
-        if "velocity" not in negative_model_inputs:
-            with torch.no_grad():
-                negative_model_inputs = {"velocity": cls.forward(module, negative_model_inputs).float()}
-        uncond = negative_model_inputs["velocity"]
-        guided = super().predict_velocity(module, model_config, model_inputs, negative_model_inputs)
-        rescaled = uncond + second / cls.cfg_scale(model_config) * (guided - uncond)
-        return torch.where(module.high_noise(model_inputs["timestep"]).view(-1, 1, 1, 1, 1), guided, rescaled)
+    def guidance(
+        cls, module: torch.nn.Module, model_config: DiffusionModelConfig, model_inputs: dict[str, Any]
+    ) -> float | torch.Tensor:
+        first, second = cls.cfg_scale(model_config), model_config.pipeline.guidance_scale_2
+        if second is None or not isinstance(module, Experts):
+            return first
+        high = module.high_noise(model_inputs["timestep"]).view(-1, 1, 1, 1, 1)
+        return torch.where(high, first, second)
 
     @classmethod
     def forward(cls, module: torch.nn.Module, model_inputs: dict[str, Any]) -> torch.Tensor:
