@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
+from verl_omni.algorithms.registry import fill_nulls
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.utils.dataset.offline_pairs import FORMAT, MANIFEST, OfflinePairDataset, model_fingerprint
 from verl_omni.utils.dataset.prompt_dataset import _read, user_text
@@ -272,17 +273,16 @@ def prepare(
     out: str | Path,
     height: int,
     width: int,
-    max_sequence_length: int = 512,
+    max_sequence_length: int | None = None,
     pairs_per_shard: int = 64,
     resize: bool = False,
     device: str | None = None,
 ) -> Path:
     """Make the cache `out` from the pairs in `data`; the folder, which may have been whole before."""
-    config = DiffusionModelConfig(
-        path=str(model),
-        pipeline=DiffusionPipelineConfig(height=height, width=width, max_sequence_length=max_sequence_length),
-    )
+    pipeline = DiffusionPipelineConfig(height=height, width=width, max_sequence_length=max_sequence_length)
+    config = DiffusionModelConfig(path=str(model), pipeline=pipeline)
     adapter = DiffusionModelBase.get_class(config)
+    config.pipeline = fill_nulls(pipeline, adapter.pipeline_defaults, f"the pipeline defaults of {adapter.__name__}")
     multiple = adapter.vae_scale_factor(config) * adapter.size_multiple
     for name, value in (("height", height), ("width", width)):
         if value < multiple or value % multiple:
@@ -300,7 +300,7 @@ def main() -> None:
     parser.add_argument("out", metavar="OUT", help="folder of the cache")
     parser.add_argument("--height", type=int, required=True, help="of the images, in pixels")
     parser.add_argument("--width", type=int, required=True)
-    parser.add_argument("--max-sequence-length", type=int, default=512, help="longest prompt in tokens")
+    parser.add_argument("--max-sequence-length", type=int, help="in tokens; by default the model's limit")
     parser.add_argument("--pairs-per-shard", type=int, default=64, help="an interruption costs no more than so many")
     parser.add_argument("--resize", action="store_true", help="scale images of another size, and cut off what is over")
     parser.add_argument("--device", help="cpu or cuda; by default a GPU if there is one")
