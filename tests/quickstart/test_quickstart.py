@@ -8,7 +8,7 @@ import torch
 from diffusers import QwenImagePipeline
 
 from verl_omni.quickstart import checkpoint, task
-from verl_omni.quickstart.checkpoint import SHIPPED, Recipe, build_checkpoint, held_out_scores
+from verl_omni.quickstart.checkpoint import Recipe, build_checkpoint, held_out_scores
 from verl_omni.quickstart.data import write_data
 from verl_omni.utils.reward_score.ocr import compute_score_ocr
 
@@ -94,17 +94,17 @@ def test_same_recipe_gives_the_same_weights(folder, tmp_path):
 
 def test_the_shipped_checkpoint_is_the_recipes():
     """Its weights cannot be made again in a test; what they were made with, and their shapes, can be compared."""
-    assert json.loads((SHIPPED / "recipe.json").read_text()) == dataclasses.asdict(Recipe())
-    shipped, fresh = QwenImagePipeline.from_pretrained(SHIPPED), checkpoint._untrained_pipeline()
+    assert json.loads((task.CHECKPOINT / "recipe.json").read_text()) == dataclasses.asdict(Recipe())
+    shipped, fresh = QwenImagePipeline.from_pretrained(task.CHECKPOINT), checkpoint._untrained_pipeline()
     for part in ("transformer", "vae", "text_encoder"):
         ours, theirs = ({k: v.shape for k, v in getattr(p, part).state_dict().items()} for p in (shipped, fresh))
         assert ours == theirs
-    assert sum(file.stat().st_size for file in SHIPPED.rglob("*") if file.is_file()) < 6e6
+    assert sum(file.stat().st_size for file in task.CHECKPOINT.rglob("*") if file.is_file()) < 6e6
 
 
 def test_the_shipped_checkpoint_leaves_something_to_learn():
     pytest.importorskip("rapidocr")
-    assert 0.4 < np.mean([result["score"] for result in held_out_scores(SHIPPED)]) < 0.55
+    assert 0.4 < np.mean([result["score"] for result in held_out_scores(task.CHECKPOINT)]) < 0.55
 
 
 def test_a_broken_save_leaves_no_checkpoint(tmp_path, monkeypatch):

@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from verl_omni.quickstart.checkpoint import SHIPPED
 from verl_omni.quickstart.data import write_data
+from verl_omni.quickstart.task import CHECKPOINT
 from verl_omni.trainer.diffusion.checkpointing import whole_checkpoints
 from verl_omni.utils.report import format_before_after_table, write_report
 
@@ -53,7 +53,7 @@ def training_command(data_dir: Path, run_dir: Path, overrides: list[str]) -> lis
     return [
         sys.executable, "-m", "verl_omni.trainer.main_diffusion",
         "--config-dir", str(RECIPE), "--config-name", "quickstart",
-        f"actor_rollout_ref.model.path={SHIPPED}",
+        f"actor_rollout_ref.model.path={CHECKPOINT}",
         f"data.train_files={train_file}",
         f"data.val_files={val_file}",
         f"trainer.default_local_dir={run_dir}",

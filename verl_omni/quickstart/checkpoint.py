@@ -1,6 +1,7 @@
 """A small Qwen-Image checkpoint that draws three-digit numbers badly: what the quickstart starts from.
 
-It lies in `model/` beside this file, in float16. Made by:
+It lies in `model/` beside this file, in float16. It was trained by the functions below with the default recipe; another
+machine or number of threads rounds differently and ends with other weights:
 
     python -m verl_omni.quickstart.checkpoint --out DIR [--score]     # some minutes on a CPU
 
@@ -30,7 +31,6 @@ from verl_omni.utils.tiny_text import qwen_text_encoder, qwen_tokenizer
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
 
-SHIPPED = Path(__file__).parent / "model"
 RECIPE = "recipe.json"
 TEXT_WIDTH = 64
 LATENT_CHANNELS = 4

@@ -2,10 +2,12 @@
 
 import functools
 import random
+from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+CHECKPOINT = Path(__file__).parent / "model"  # what the quickstart starts from; `checkpoint.py` says how it was made
 WIDTH, HEIGHT = 32, 16
 HELD_OUT = 200
 

@@ -1,6 +1,6 @@
 """The tables of the README, generated from what is registered.
 
-python -m verl_omni.utils.readme_tables README.md     # writes them in
+    python -m verl_omni.utils.readme_tables README.md     # writes them in
 """
 
 import importlib
