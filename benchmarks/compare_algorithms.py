@@ -39,7 +39,7 @@ def settings(name: str, seed: int, steps: int) -> list[str]:
         *particular,
         *(f"{name}={seed}" for name in seeds),
         f"trainer.total_training_steps={steps}",
-        f"trainer.test_freq={max(1, steps // 4)}",
+        f"trainer.test_freq={max(1, steps // 2)}",
         "trainer.save_freq=0",
     ]
 
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=list(ALGORITHMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
 
     from verl_omni.quickstart.__main__ import training_command

@@ -21,6 +21,7 @@ from benchmarks import models
 ATTENTION = (
     "[attn.add_k_proj,attn.add_q_proj,attn.add_v_proj,attn.to_add_out,attn.to_k,attn.to_out.0,attn.to_q,attn.to_v]"
 )
+MODEL_STAGES = ("gen_denoise", "gen_decode", "ref", "update_actor")  # the rest of a step is neither transformer nor VAE
 STAGES = ("gen", "gen_encode", "gen_denoise", "gen_decode", "gen_rewards", "ref", "update_actor", "step")
 
 
@@ -62,7 +63,7 @@ QWEN = [
 WORKS = {
     "sd35m": Work(
         "sd35_medium",
-        48,
+        96,
         [*SQUARE_512, *SD3, "actor_rollout_ref.rollout.max_num_seqs=48",
          "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=48"],
         {"flow_grpo's own loop, same card, batch 24": 1.19, "plain torch prototype, compiled": 2.90},
@@ -89,8 +90,10 @@ WORKS = {
 }  # fmt: skip
 
 
-def measure(name: str, steps: int, warm_up: int, images: int | None, overrides: list[str]) -> dict[str, float]:
-    """Means (and the spread of the step time) over the steps after the warm-up."""
+def measure(
+    name: str, steps: int, warm_up: int, images: int | None, profile: bool, overrides: list[str]
+) -> dict[str, float]:
+    """Means (and the spread of the step time) over the steps after the warm-up; a profiled step is one more."""
     work = WORKS[name]
     images = images or work.images
     with tempfile.TemporaryDirectory() as folder:
@@ -104,15 +107,18 @@ def measure(name: str, steps: int, warm_up: int, images: int | None, overrides: 
             f"data.train_batch_size={images // group}",
             f"actor_rollout_ref.rollout.n={group}",
             f"actor_rollout_ref.actor.ppo_mini_batch_size={images // group}",
-            f"trainer.total_training_steps={steps + warm_up}",
+            f"trainer.total_training_steps={steps + warm_up + profile}",
+            *([f"trainer.profile_step={steps + warm_up + 1}"] if profile else []),
             f"trainer.default_local_dir={folder}/run",
             *overrides,
         ]  # fmt: skip
         subprocess.run(command, check=True)
         lines = [json.loads(line)["data"] for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()]
-    first, timed = lines[0], lines[warm_up:]
+        if profile:
+            print(f"\nprofile of one step of {name}\n" + (Path(folder) / "run/profile.txt").read_text())
+    first, timed = lines[0], lines[warm_up : warm_up + steps]
     result = {k: statistics.mean(line[k] for line in timed) for k in timed[0] if all(k in line for line in timed)}
-    result["first step"] = first["timing_s/step"]
+    result |= {f"first {stage}": first[f"timing_s/{stage}"] for stage in STAGES if f"timing_s/{stage}" in first}
     result["slowest"] = max(line["timing_s/step"] for line in timed)
     result["fastest"] = min(line["timing_s/step"] for line in timed)
     result["actor/first_ratio_max_dev"] = max(line["actor/first_ratio_max_dev"] for line in lines)
@@ -141,11 +147,15 @@ def table(name: str, result: dict[str, float]) -> str:
             rate, mfu = result.get(f"perf/tflops/{stage}"), result.get(f"perf/mfu/{stage}")
             shown = f"{rate:9.0f}{mfu:7.1%}" if rate else f"{'-':>9}{'-':>7}"
             lines.append(f"  {stage:14}{time:8.2f}{time * 1000 / images:10.1f}{shown}")
+    outside = 1 - sum(result.get(f"timing_s/{stage}", 0.0) for stage in MODEL_STAGES) / seconds
+    lines.append(f"  {outside:.1%} of the step outside of the transformer and the VAE")
     lines.append(
-        f"  step {result['fastest']:.2f} to {result['slowest']:.2f} s; first step {result['first step']:.1f} s; "
+        f"  step {result['fastest']:.2f} to {result['slowest']:.2f} s; "
         f"peak {result['perf/max_memory_allocated_gb']:.1f} GiB; first ratio off 1 by at most "
         f"{result['actor/first_ratio_max_dev']:.1e}"
     )
+    first = ", ".join(f"{k.removeprefix('first ')} {v:.1f}" for k, v in result.items() if k.startswith("first "))
+    lines.append(f"  first step, with compiling, in s: {first}")
     return "\n".join(lines)
 
 
@@ -156,6 +166,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps that are timed (%(default)s)")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before them (%(default)s)")
     parser.add_argument("--images", type=int, help="images a step")
+    parser.add_argument("--profile", action="store_true", help="say where the device's time goes, in one step more")
     parser.add_argument("--json", type=Path, help="write all figures here too")
     options, rest = parser.parse_known_args()
     names = [w for w in options.work if "=" not in w] or (["tiny-sd3", "tiny-qwen-image"] if options.small else [])
@@ -164,7 +175,7 @@ def main() -> None:
         parser.error(f"name what to time: {', '.join(WORKS)}, or --small")
     results = {}
     for name in names:
-        results[name] = measure(name, options.steps, options.warm_up, options.images, overrides)
+        results[name] = measure(name, options.steps, options.warm_up, options.images, options.profile, overrides)
         print("\n" + table(name, results[name]) + "\n", flush=True)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))

@@ -27,19 +27,30 @@ def peak_flops() -> float | None:
 
 
 class FlopMeter:
-    """Counts the rows that go through the transformers, and knows what a row costs with and without a gradient."""
+    """Counts the rows that go through the transformers, and knows what a row costs with and without a gradient.
+
+    Costs are counted beside the steps after `start_counting`: the first step has compiling to do.
+    """
 
     def __init__(self, parts: Iterable[torch.nn.Module]):
         self._rows: dict[tuple, int] = {}
+        self._calls: dict[tuple, tuple] = {}
         self._costs: dict[tuple, concurrent.futures.Future] = {}
-        # Beside the first step, which has compiling to do: it must not wait for a count.
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
         for part in parts:
             part.register_forward_pre_hook(self._count, with_kwargs=True)
 
-    def take(self) -> float:
-        """FLOPs since the last call."""
+    def start_counting(self) -> None:
+        """Begin with the calls seen so far that have no cost yet."""
+        for key, call in self._calls.items():
+            if key not in self._costs:
+                self._costs[key] = self._thread.submit(count_flops, *call)
+
+    def take(self) -> float | None:
+        """FLOPs since the last call; None as long as a cost is not known."""
         rows, self._rows = self._rows, {}
+        if not all(key in self._costs and self._costs[key].done() for key in rows):
+            return None
         return sum(count * self._costs[key].result() for key, count in rows.items())
 
     def _count(self, part: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -47,9 +58,8 @@ class FlopMeter:
         rows = len(kwargs["hidden_states"])
         one_row = {k: _first_row(v, rows) for k, v in kwargs.items()}
         key = (id(part), grad, _shapes(one_row))
-        if key not in self._costs:
-            one_row = {k: _to_meta(v) for k, v in one_row.items()}
-            self._costs[key] = self._thread.submit(count_flops, part, _to_meta(args), one_row, grad)
+        if key not in self._calls:
+            self._calls[key] = (part, _to_meta(args), {k: _to_meta(v) for k, v in one_row.items()}, grad)
         self._rows[key] = self._rows.get(key, 0) + rows
 
 

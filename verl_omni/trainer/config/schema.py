@@ -102,6 +102,7 @@ class TrainerConfig:
     n_gpus_per_node: int = knob(1, "devices on each (on a CPU: worker processes)")
     device: str | None = knob(None, "cpu or cuda; null: a GPU if there is one")
     seed: int = knob(0, "seed of what the trainer draws")
+    profile_step: int | None = knob(None, "write a torch profile of this step (1 is the first) to the run's folder")
 
 
 @dataclass

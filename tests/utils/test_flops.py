@@ -1,0 +1,51 @@
+import torch
+from diffusers import SD3Transformer2DModel
+from peft import LoraConfig
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from verl_omni.utils.flops import FlopMeter
+
+
+def transformer() -> SD3Transformer2DModel:
+    module = SD3Transformer2DModel(
+        sample_size=8, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=2,
+        joint_attention_dim=16, caption_projection_dim=16, pooled_projection_dim=16, pos_embed_max_size=8,
+    )  # fmt: skip
+    module.requires_grad_(False)
+    module.add_adapter(LoraConfig(r=2, target_modules=["attn.to_q"]))
+    return module
+
+
+def call(module: torch.nn.Module, rows: int) -> torch.Tensor:
+    return module(
+        hidden_states=torch.randn(rows, 4, 8, 8),
+        timestep=torch.full((rows,), 500.0),
+        encoder_hidden_states=torch.randn(rows, 5, 16),
+        pooled_projections=torch.randn(rows, 16),
+        return_dict=False,
+    )[0]
+
+
+def test_costs_are_those_of_torchs_counter():
+    """Three rows without a gradient and five with one, against the counter on the very same calls.
+
+    torch's counter does not know the CPU's fused attention: it counts attention by its matrix products.
+    """
+    module = transformer()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        with torch.no_grad():
+            call(module, 3)
+        call(module, 5).sum().backward()
+
+    meter = FlopMeter([module])
+    with torch.no_grad():
+        call(module, 3)
+    call(module, 5).sum().backward()
+    assert meter.take() is None  # nothing is counted before it is asked for
+    meter.start_counting()
+    meter._thread.shutdown(wait=True)
+    with torch.no_grad():
+        call(module, 3)
+    call(module, 5).sum().backward()
+    assert meter.take() == counter.get_total_flops()
