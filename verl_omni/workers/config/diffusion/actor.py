@@ -46,6 +46,9 @@ class FSDPConfig:
     fold_lora: bool | None = knob(
         None, "fold LoRA into a second copy of its weights for the rollout; null: on a GPU that has room for it"
     )
+    fused_gelu: bool | None = knob(
+        None, "in compiled blocks without a gradient, the activation inside the matrix product; null: on a GPU"
+    )
     attention_backend: str | None = knob(None, "diffusers attention backend, such as _native_cudnn; null: its default")
     param_offload: bool = knob(False, "keep weights in CPU memory between stages")
     optimizer_offload: bool = knob(False, "keep optimizer state in CPU memory between updates")

@@ -76,6 +76,7 @@ class DiffusionRolloutConfig:
     seed: int = knob(0, "seed of the training rollouts")
     max_num_seqs: int = knob(32, "requests in one forward")
     request_batch_max_wait_ms: float = knob(20.0, "how long a batch that is not full waits for more requests")
+    compile_vae: bool | None = knob(None, "compile the VAE's decoder; null: that of an image VAE, on a GPU")
     pipeline: DiffusionPipelineConfig = knob(DiffusionPipelineConfig, "")
     algo: DiffusionRolloutAlgoConfig = knob(DiffusionRolloutAlgoConfig, "")
     val_kwargs: DiffusionValKwargs = knob(DiffusionValKwargs, "")

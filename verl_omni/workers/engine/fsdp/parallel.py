@@ -1,6 +1,8 @@
 """How a module is compiled and spread over ranks."""
 
+import inspect
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,7 @@ def repeated_blocks(part: torch.nn.Module) -> list[torch.nn.Module]:
     return [m for m in part.modules() if type(m).__name__ in names]
 
 
-def compile_blocks(parts: dict[str, torch.nn.Module]) -> None:
+def compile_blocks(parts: dict[str, torch.nn.Module], backend: str = "inductor") -> None:
     """Compile each repeated block. Kernels are cached on disk, so that the next start finds them.
 
     Gradient or none, adapters on or off, and each kind of block are graphs of their own: dynamo's default limit of 8
@@ -30,8 +32,34 @@ def compile_blocks(parts: dict[str, torch.nn.Module]) -> None:
     dynamo.config.accumulated_recompile_limit = 1024
     dynamo.config.fail_on_recompile_limit_hit = True
     for part in parts.values():
-        for block in repeated_blocks(part):
-            block.compile()
+        blocks = repeated_blocks(part)
+        for block in blocks:
+            block.compile(backend=backend)
+        enter_like_the_others(blocks[0])
+
+
+def enter_like_the_others(block: torch.nn.Module) -> None:
+    """Give the first block its inputs as the blocks before give them to all others, so that one graph serves all.
+
+    Patch embeddings hand over (B, L, C) as a transposed view, a layout that every residual sum after it would keep (a
+    tenth of SD3's forward), and under LoRA they need no gradient where later inputs do.
+    """
+    compiled, names = block._compiled_call_impl, list(inspect.signature(block.forward).parameters)
+    joint = getattr(block.attn, "add_q_proj", None) is not None if hasattr(block, "attn") else False
+    streams = {"hidden_states", "encoder_hidden_states"} if joint else {"hidden_states"}
+
+    def alike(name: str, value: Any) -> Any:
+        if name not in streams or not isinstance(value, torch.Tensor):
+            return value
+        value = value.contiguous()
+        lacks_gradient = torch.is_grad_enabled() and not value.requires_grad
+        return value.detach().requires_grad_() if lacks_gradient else value
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args = tuple(alike(name, value) for name, value in zip(names, args, strict=False))
+        return compiled(*args, **{name: alike(name, value) for name, value in kwargs.items()})
+
+    block._compiled_call_impl = call
 
 
 def shard(

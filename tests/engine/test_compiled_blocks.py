@@ -1,0 +1,102 @@
+"""Blocks that repeat are compiled once for each kind, with and without a gradient, and compute what they did before."""
+
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel
+from peft import LoraConfig
+
+from verl_omni.workers.engine.fsdp.fused_gelu import fuse_gelu
+from verl_omni.workers.engine.fsdp.parallel import compile_blocks
+
+
+@pytest.fixture
+def module() -> SD3Transformer2DModel:
+    """Five blocks of three kinds: two with a second attention, two without, and the last, which drops the text."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    module = SD3Transformer2DModel(
+        sample_size=8, in_channels=4, out_channels=4, num_layers=5, attention_head_dim=8, num_attention_heads=2,
+        joint_attention_dim=16, caption_projection_dim=16, pooled_projection_dim=16, pos_embed_max_size=8,
+        dual_attention_layers=(0, 1), qk_norm="rms_norm",
+    )  # fmt: skip
+    module.requires_grad_(False)
+    module.add_adapter(LoraConfig(r=2, target_modules=["attn.to_q", "attn.add_q_proj"], init_lora_weights=False))
+    return module
+
+
+def run(module: torch.nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    velocity = module(
+        hidden_states=torch.randn(2, 4, 8, 8, generator=generator),
+        timestep=torch.tensor([300.0, 700.0]),
+        encoder_hidden_states=torch.randn(2, 5, 16, generator=generator),
+        pooled_projections=torch.randn(2, 16, generator=generator),
+        return_dict=False,
+    )[0]
+    module.zero_grad()
+    if velocity.requires_grad:
+        velocity.square().sum().backward()
+    return velocity.detach(), {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture
+def graphs() -> list[torch.fx.GraphModule]:
+    return []
+
+
+@pytest.fixture
+def backend(graphs):
+    """Runs what dynamo has traced as it is, and counts it."""
+
+    def keep(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    return keep
+
+
+def test_one_graph_for_each_kind(module, graphs, backend):
+    velocity, gradients = run(module)
+    compile_blocks({"transformer": module}, backend=backend)
+    with torch.no_grad():
+        torch.testing.assert_close(run(module)[0], velocity)
+    assert len(graphs) == 3
+    compiled_velocity, compiled_gradients = run(module)
+    assert len(graphs) == 6
+    torch.testing.assert_close(compiled_velocity, velocity)
+    torch.testing.assert_close(compiled_gradients, gradients)
+
+    module.enable_gradient_checkpointing()
+    torch.testing.assert_close(run(module)[1], gradients)
+    assert len(graphs) == 6
+
+
+def test_every_block_gets_rows_that_lie_side_by_side(module):
+    """The patch embedding's transposed view would make each norm of each block read its rows in strides."""
+    compile_blocks({"transformer": module}, backend="eager")
+    seen = []
+    for block in module.transformer_blocks:
+        block.norm1.register_forward_pre_hook(lambda _, args: seen.append(args[0].is_contiguous()))
+    with torch.no_grad():
+        run(module)
+    assert seen == [True] * len(module.transformer_blocks)
+
+
+def test_gelu_inside_the_product(module, graphs, backend):
+    """In one graph for each kind, only without a gradient; a CPU's GELU is the exact one, 5e-4 from the approximation."""
+    module.to(torch.bfloat16)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data
+    with torch.autocast("cpu", torch.bfloat16):
+        velocity, gradients = run(module)
+        fuse_gelu(module)
+        compile_blocks({"transformer": module}, backend=backend)
+        with torch.no_grad():
+            fused, _ = run(module)
+        assert len(graphs) == 3
+        assert all("_addmm_activation" in graph.code for graph in graphs)
+        torch.testing.assert_close(fused, velocity, atol=0.03, rtol=0.03)
+        _, compiled_gradients = run(module)
+    assert len(graphs) == 6
+    assert not any("_addmm_activation" in graph.code for graph in graphs[3:])
+    torch.testing.assert_close(compiled_gradients, gradients, atol=0.02, rtol=0.05)
