@@ -135,7 +135,7 @@ def test_fillers_change_nothing():
 def test_pairs_stay_whole_in_micro_batches_of_any_size():
     engine = make_engine(tiny_checkpoint(), "dpo", micro_batch=3)
     data = engine.before_update(make_batch(engine), {})
-    for micro_batch, _ in engine.split(data):
+    for micro_batch, _ in engine.split(data, engine.micro_batch_size):
         assert micro_batch["preference"].tolist() == [1.0, -1.0] * (len(micro_batch["preference"]) // 2)
         assert torch.equal(micro_batch["sigma"][::2], micro_batch["sigma"][1::2])
         assert torch.equal(micro_batch["noise"][::2], micro_batch["noise"][1::2])

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
-from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.decorator import Dispatch, Execute, register
 from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.distributed import initialize_global_process_group_ray
 
@@ -19,7 +20,12 @@ from verl_omni.algorithms.forward_process import anchor_policies, follows_old_po
 from verl_omni.utils.external_lib import import_external_lib
 from verl_omni.utils.flops import FlopMeter, peak_flops
 from verl_omni.utils.memory import names_memory_knobs
-from verl_omni.workers.config import DiffusionActorConfig, DiffusionModelConfig, DiffusionRolloutConfig
+from verl_omni.workers.config import (
+    DiffusionActorConfig,
+    DiffusionModelConfig,
+    DiffusionRefConfig,
+    DiffusionRolloutConfig,
+)
 from verl_omni.workers.engine.fsdp.diffusers_impl import EngineRegistry, is_maximum
 from verl_omni.workers.losses import build_loss_function
 from verl_omni.workers.rollout.base import ImageOutput
@@ -37,6 +43,7 @@ class DiffusionWorker(Worker):
         self.actor_config: DiffusionActorConfig = OmegaConf.to_object(config.actor_rollout_ref.actor)
         self.model_config: DiffusionModelConfig = OmegaConf.to_object(config.actor_rollout_ref.model)
         self.rollout_config: DiffusionRolloutConfig = OmegaConf.to_object(config.actor_rollout_ref.rollout)
+        self.ref_config: DiffusionRefConfig = OmegaConf.to_object(config.actor_rollout_ref.ref)
         initialize_global_process_group_ray(backend="gloo" if get_device_name() == "cpu" else None)
         self.rollout = None
         self.kept = KeptTrajectories()
@@ -61,9 +68,9 @@ class DiffusionWorker(Worker):
         self.anchors = anchor_policies(self.model_config.algorithm, self.actor_config)
         self.peak_flops = peak_flops()
         self.flop_meter = FlopMeter(self.engine.parts.values()) if self.peak_flops else None
-        self.flops: dict[str, float] = {}
+        self.flops: dict[str, float | None] = {}
         if self.loss_function.needs_reference:
-            self.engine.keep_reference()
+            self.engine.keep_reference(self.ref_config.param_offload)
         if follows_old_policy(self.model_config.algorithm, self.actor_config):
             self.engine.policies.keep("old")
         if self.actor_config.ema_decay:
@@ -88,7 +95,7 @@ class DiffusionWorker(Worker):
         """Gather the weights of one policy on every rank, ready for `generate`."""
         self.kept.clear()
         if self.rollout is not None:
-            self.rollout.take_seconds()
+            self.rollout.begin()
         scope = contextlib.ExitStack()
         scope.enter_context(self.engine.eval_mode())
         scope.enter_context(self.engine.policy(policy))
@@ -129,13 +136,14 @@ class DiffusionWorker(Worker):
         return self._per_step(data, old_log_probs=output["log_probs"], old_prev_sample_mean=output["prev_sample_mean"])
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    @names_memory_knobs("reference pass", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")
+    @names_memory_knobs("reference pass", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Means of the stored steps under the reference."""
         batch = self._batch(data)
         batch.pop("uncond_velocity", None)  # the policy's, not the reference's
         with self.engine.eval_mode(), self.engine.policy("reference"):
-            output = self.engine.infer_batch(batch)["model_output"]
+            size = self.ref_config.log_prob_micro_batch_size_per_gpu
+            output = self.engine.infer_batch(batch, micro_batch_size=size)["model_output"]
         self._count_flops("ref")
         return self._per_step(data, ref_prev_sample_mean=output["prev_sample_mean"])
 
@@ -180,8 +188,12 @@ class DiffusionWorker(Worker):
         self._count_flops("update_actor")
         if self.rollout is not None:
             metrics |= {f"timing_s/gen_{phase}": s for phase, s in self.rollout.take_seconds().items()}
-        metrics |= {f"flops/{stage}": value for stage, value in self.flops.items()}
-        metrics |= {"flops/peak": self.peak_flops} if self.peak_flops else {}
+        if self.flop_meter is not None:
+            self.flop_meter.start_counting()
+        flops, self.flops = self.flops, {}
+        if flops and None not in flops.values():
+            metrics |= {f"flops/{stage}": value for stage, value in flops.items()}
+            metrics["flops/peak"] = self.peak_flops
         gib = 2**30
         metrics["perf/max_memory_allocated_gb"] = get_torch_device().max_memory_allocated() / gib
         metrics["perf/max_memory_reserved_gb"] = get_torch_device().max_memory_reserved() / gib
@@ -218,6 +230,19 @@ class DiffusionWorker(Worker):
             mini["old_log_probs"] = output["log_probs"].unflatten(0, steps)
             if "old_prev_sample_mean" in mini:
                 mini["old_prev_sample_mean"] = output["prev_sample_mean"].unflatten(0, steps)
+
+    # ---- profile -------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def start_profile(self) -> None:
+        from verl_omni.utils.step_profile import StepProfile
+
+        self.profile = StepProfile(self.engine.device)
+        self.profile.start()
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def stop_profile(self, folder: str) -> None:
+        self.profile.stop(Path(folder))
 
     # ---- checkpoints ---------------------------------------------------------------------------------
 

@@ -31,25 +31,30 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
         if not bool((self.timesteps.diff() < 0).all()):
             raise ValueError(f"timesteps have to decrease strictly, got {self.timesteps.tolist()}")
 
-    def step_indices(self, timestep: torch.Tensor | float) -> torch.Tensor:
-        """Where in the schedule each timestep is, (B,), by exact comparison in float32."""
-        if len(self.sigmas) != len(self.timesteps) + 1:
-            raise RuntimeError("the scheduler has no schedule yet: call set_timesteps first")
-        timestep = torch.as_tensor(timestep, dtype=torch.float32, device=self.timesteps.device).reshape(-1)
-        matches = timestep[:, None] == self.timesteps[None, :]
-        if not bool(matches.any(dim=1).all()):
-            strangers = timestep[~matches.any(dim=1)].unique().tolist()
+    def check_timesteps(self, timestep: torch.Tensor) -> None:
+        """Refuse timesteps that are not in the schedule, by exact comparison in float32."""
+        strangers = timestep[~torch.isin(timestep, self.timesteps.to(timestep.device))].unique().tolist()
+        if strangers:
             raise ValueError(
                 f"timesteps {strangers} are not in the schedule {self.timesteps.tolist()}: pass values of "
                 "scheduler.timesteps, in float32"
             )
-        return matches.int().argmax(dim=1)
 
     def step_sigmas(self, timestep: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
-        """σ and σ' of the steps that start at these timesteps, (B,) each, float32."""
-        index = self.step_indices(timestep)
+        """σ and σ' of the steps that start at these timesteps, (B,) each, float32.
+
+        On a GPU a check would make the host wait for all work before: there a stranger's σ is NaN, and who has the
+        timesteps in CPU memory calls `check_timesteps`.
+        """
+        if len(self.sigmas) != len(self.timesteps) + 1:
+            raise RuntimeError("the scheduler has no schedule yet: call set_timesteps first")
+        timestep = torch.as_tensor(timestep, dtype=torch.float32, device=self.timesteps.device).reshape(-1)
+        if timestep.device.type == "cpu":
+            self.check_timesteps(timestep)
+        matches = timestep[:, None] == self.timesteps[None, :]
+        index = matches.int().argmax(dim=1)
         sigmas = self.sigmas.to(index.device, torch.float32)
-        return sigmas[index], sigmas[index + 1]
+        return torch.where(matches.any(dim=1), sigmas[index], torch.nan), sigmas[index + 1]
 
     def sqrt_neg_dt(self, timestep: torch.Tensor | float) -> torch.Tensor:
         """√(-dt) of the steps that start at these timesteps, (B,)."""

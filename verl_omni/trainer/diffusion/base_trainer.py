@@ -103,7 +103,7 @@ class BaseRayDiffusionTrainer:
             device_name=self.device_name,
             worker_env=worker_environment(self.device_name, self.config.trainer.n_gpus_per_node),
         )
-        self.actor_wg.init_model()
+        # These processes start while the model is loaded.
         self.reward_loop_manager = self.agent_loop_manager = None
         if self.online:
             from verl_omni.agent_loop import DiffusionAgentLoopManager
@@ -113,6 +113,7 @@ class BaseRayDiffusionTrainer:
             self.agent_loop_manager = DiffusionAgentLoopManager(
                 self.config, self.actor_wg.workers, self.reward_loop_manager.reward_loop_worker_handles
             )
+        self.actor_wg.init_model()
 
     def _set_schedule_length(self) -> None:
         """The learning-rate schedule counts optimizer steps."""
@@ -252,8 +253,13 @@ class BaseRayDiffusionTrainer:
         with tqdm(total=self.total_steps, initial=self.global_step, desc="training", unit="step") as bar:
             while self.global_step < self.total_steps:
                 timing: dict[str, float] = {}
+                profiled = self.global_step + 1 == self.config.trainer.profile_step
+                if profiled:
+                    self.actor_wg.start_profile()
                 with timer(timing, "step"):
                     batch, metrics = self.training_step(next(batches), timing)
+                if profiled:
+                    self.actor_wg.stop_profile(str(self.run_dir))
                 self.global_step += 1
                 last = self.global_step == self.total_steps
                 if (

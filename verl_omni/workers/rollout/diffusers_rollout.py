@@ -50,10 +50,15 @@ class DiffusersRollout:
         self.autocast = autocast
         self.pipe = self.adapter.load_pipeline(model_config, device, dtype)
         speed_up_single_frames(self.pipe.vae)
-        if device.type == "cuda" and all(p.ndim <= 4 for p in self.pipe.vae.parameters()):
+        image_vae_on_gpu = device.type == "cuda" and all(p.ndim <= 4 for p in self.pipe.vae.parameters())
+        if image_vae_on_gpu:
             self.pipe.vae.to(memory_format=torch.channels_last)
+        self.compiled_vae = image_vae_on_gpu if config.compile_vae is None else config.compile_vae
+        if self.compiled_vae:
+            self.pipe.vae.decoder.compile()
         self.batcher = Batcher(self.run_batch, config.max_num_seqs, config.request_batch_max_wait_ms / 1000)
         self._prompts: collections.OrderedDict[tuple, Conditions] = collections.OrderedDict()
+        self._on_device: dict[tuple, Conditions] = {}
         self._prompt_cache_size = prompt_cache_size
         self.decode_batch_size = decode_batch_size
         self.seconds: dict[str, float] = {}
@@ -104,23 +109,29 @@ class DiffusersRollout:
                 scheduler,
                 model_config,
                 latents,
-                {k: v.to(self.device) for k, v in stack_conditions(conditions).items()},
+                stack_conditions(conditions),
                 generators,
                 windows=[tuple(r.params.get("sde_window") or (0, 0)) for r in requests],
                 keep_means=params.get("keep_means", False),
                 keep_uncond=params.get("keep_uncond", False),
             )
         self._tick("denoise")
-        images = torch.cat([
-            (self.adapter.decode_latents(self.pipe, latents, model_config).float() * 255).round().to(torch.uint8)
-            for latents in trajectory.final_latents.split(self.decode_batch_size)
-        ]).cpu()  # fmt: skip
+        parts = trajectory.final_latents.split(self.decode_batch_size)
+        images = torch.cat([self._decode(latents, model_config) for latents in parts]).cpu()
         self._tick("decode")
         rows = trajectory.rows()
         return [
             ImageOutput(image, row if keep else {}, {k: v[0] for k, v in cond.items()} if keep else {})
             for image, row, cond in zip(images, rows, conditions, strict=True)
         ]
+
+    def _decode(self, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
+        """Pixels (uint8). A compiled decoder always sees full batches: another size would be compiled anew."""
+        rows = len(latents)
+        if self.compiled_vae and rows < self.decode_batch_size:
+            latents = torch.cat([latents, latents[-1:].expand(self.decode_batch_size - rows, *latents.shape[1:])])
+        pixels = self.adapter.decode_latents(self.pipe, latents, model_config)[:rows]
+        return (pixels.float() * 255).round().to(torch.uint8)
 
     def _tick(self, phase: str) -> None:
         """Charge the time since the last tick to a phase; waits for the device, three times a batch."""
@@ -129,6 +140,10 @@ class DiffusersRollout:
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._clock
         self._clock = now
+
+    def begin(self) -> None:
+        """Before a rollout: forget the times, and on the device the prompts, of the one before."""
+        self.seconds, self._on_device = {}, {}
 
     def take_seconds(self) -> dict[str, float]:
         """Time spent in each phase since the last call."""
@@ -157,8 +172,10 @@ class DiffusersRollout:
         return conditions
 
     def _encode(self, ids: list[int], images: list[Any] | None, model_config: DiffusionModelConfig) -> Conditions:
-        """A distinct prompt is encoded once."""
+        """A distinct prompt is encoded once, and within a rollout it is on the device once, for all of its images."""
         key = (tuple(ids), *((image.mode, image.size, hash(image.tobytes())) for image in images or ()))
+        if key in self._on_device:
+            return self._on_device[key]
         if key in self._prompts:
             self._prompts.move_to_end(key)
         else:
@@ -166,7 +183,8 @@ class DiffusersRollout:
             self._prompts[key] = {k: v.cpu() for k, v in encoded.items()}
             if len(self._prompts) > self._prompt_cache_size:
                 self._prompts.popitem(last=False)
-        return self._prompts[key]
+        self._on_device[key] = {k: v.to(self.device) for k, v in self._prompts[key].items()}
+        return self._on_device[key]
 
 
 def stack_conditions(rows: list[Conditions]) -> Conditions:

@@ -20,6 +20,7 @@ from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.sampling import transformer_inputs
 from verl_omni.workers.config import CheckpointConfig, DiffusionModelConfig, FSDPConfig, OptimizerConfig
 from verl_omni.workers.engine.fsdp import checkpoint_io
+from verl_omni.workers.engine.fsdp.fused_gelu import fuse_gelu
 from verl_omni.workers.engine.fsdp.lora import FoldedLora, add_lora
 from verl_omni.workers.engine.fsdp.pairs import micro_batches
 from verl_omni.workers.engine.fsdp.parallel import compile_blocks, shard
@@ -80,6 +81,9 @@ class DiffusersFSDPEngine(BaseEngine):
         self.module.to(self.device)
         self.compiled = on_gpu(self.engine_config.use_torch_compile, self.device)
         if self.compiled:
+            if on_gpu(self.engine_config.fused_gelu, self.device):
+                for part in self.parts.values():
+                    fuse_gelu(part)
             compile_blocks(self.parts)
         # A single rank has nothing to share: it trains the module as it is.
         self.sharded = dist.get_world_size() > 1
@@ -120,10 +124,10 @@ class DiffusersFSDPEngine(BaseEngine):
         mixed = self.dtype != torch.float32
         return torch.autocast(self.device.type, self.dtype) if mixed else contextlib.nullcontext()
 
-    def keep_reference(self) -> None:
+    def keep_reference(self, offload: bool = False) -> None:
         """Full fine-tuning: remember the starting weights. With LoRA the reference is the model without adapters."""
         if self.model_config.lora_rank == 0:
-            self.policies.keep("reference")
+            self.policies.keep("reference", offload)
 
     def keep_ema(self, decay: float) -> None:
         """A moving average of the trained weights, moved after every optimizer step."""
@@ -231,13 +235,15 @@ class DiffusersFSDPEngine(BaseEngine):
         loss_function: LossFunction | None,
         forward_only: bool = False,
         training_graph: bool = False,
+        micro_batch_size: int | None = None,
     ) -> dict[str, Any]:
         """All micro-batches. The gradient is that of the mean over all pairs, however they are split.
 
         `training_graph` runs a forward as training would, for kernels that round differently without a gradient.
         """
+        self.check_batch(data)
         data = {k: v.to(self.device) for k, v in data.items()}
-        batches = list(self.split(data))
+        batches = list(self.split(data, micro_batch_size or self.micro_batch_size))
         outputs, metrics = [], {}
         for i, (micro_batch, share) in enumerate(batches):
             last = i == len(batches) - 1
@@ -254,8 +260,11 @@ class DiffusersFSDPEngine(BaseEngine):
         joined = {k: torch.cat([o[k] for o in outputs]) for k in outputs[0]} if outputs else {}
         return {"model_output": joined, "metrics": self.reduce_metrics(metrics)}
 
-    def split(self, data: dict[str, torch.Tensor]) -> Iterator[tuple[dict[str, torch.Tensor], float]]:
-        return micro_batches(data, self.micro_batch_size)
+    def check_batch(self, data: dict[str, torch.Tensor]) -> None:
+        """Refuse what no later stage could name, while it is still in CPU memory. Subclasses say what that is."""
+
+    def split(self, data: dict[str, torch.Tensor], size: int) -> Iterator[tuple[dict[str, torch.Tensor], float]]:
+        return micro_batches(data, size)
 
     def train_batch(self, data: dict[str, torch.Tensor], loss_function: LossFunction) -> dict[str, Any]:
         self.optimizer_zero_grad()
@@ -269,8 +278,9 @@ class DiffusersFSDPEngine(BaseEngine):
         data: dict[str, torch.Tensor],
         loss_function: LossFunction | None = None,
         training_graph: bool = False,
+        micro_batch_size: int | None = None,
     ) -> dict[str, Any]:
-        return self.forward_backward_batch(data, loss_function, forward_only=True, training_graph=training_graph)
+        return self.forward_backward_batch(data, loss_function, True, training_graph, micro_batch_size)
 
     @property
     def rounds_like_rollout(self) -> bool:
@@ -354,6 +364,9 @@ class DiffusersFSDPEngine(BaseEngine):
 @EngineRegistry.register(model_type="diffusion_model", backend="fsdp2", device=["cpu", "cuda"])
 class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
     """Policy gradient: a forward re-evaluates stored reverse steps."""
+
+    def check_batch(self, data: dict[str, torch.Tensor]) -> None:
+        self.scheduler.check_timesteps(data["all_timesteps"].float())
 
     def prepare_model_outputs(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """log_probs (N,), prev_sample_mean (N, ...) and std_dev_t (N, 1, ...) of N stored (sample, step) pairs."""

@@ -25,9 +25,9 @@ class Policies:
         return name in self.copies
 
     @torch.no_grad()
-    def keep(self, name: str) -> None:
-        """Remember the weights as they are now under this name."""
-        device = "cpu" if self.offload else None
+    def keep(self, name: str, offload: bool = False) -> None:
+        """Remember the weights as they are now under this name, in CPU memory if `offload` says so."""
+        device = "cpu" if self.offload or offload else None
         self.copies[name] = {k: local(p).detach().to(device, copy=True) for k, p in self.parameters.items()}
 
     @torch.no_grad()

@@ -59,11 +59,11 @@ class PreferenceDiffusersFSDPEngine(DiffusersFSDPEngine):
         level = torch.arange(levels).reshape(1, -1, 1).expand_as(row)
         return row.reshape(-1), level.reshape(-1)
 
-    def split(self, data: dict[str, torch.Tensor]) -> Iterator[tuple[dict[str, torch.Tensor], float]]:
+    def split(self, data: dict[str, torch.Tensor], size: int) -> Iterator[tuple[dict[str, torch.Tensor], float]]:
         """Micro-batches of whole units. Fillers (share 0) run only where a rank has nothing else to run."""
         rows, levels = self.rows_and_levels(data)
         share = data["share"].cpu() if "share" in data else torch.full((len(data["sigma"]),), 1 / len(data["sigma"]))
-        size = max(1, self.micro_batch_size // self.rows_per_unit) * self.rows_per_unit
+        size = max(1, size // self.rows_per_unit) * self.rows_per_unit
         for row, level in zip(rows.split(size), levels.split(size), strict=True):
             weight = share[row]
             real = weight > 0
