@@ -105,12 +105,13 @@ def requests(rollout: DiffusersRollout, prompts: list[str], first_seed: int = 0,
     ]
 
 
-def roll_out(engine: PPODiffusersFSDPEngine, per_prompt: int = 2) -> dict[str, torch.Tensor]:
+def roll_out(engine: PPODiffusersFSDPEngine, per_prompt: int = 2, **params: Any) -> dict[str, torch.Tensor]:
     """A training batch: trajectories of the engine's own policy, with advantages that have both signs."""
     rollout = make_rollout(engine)
     prompts = [text for text in PROMPTS for _ in range(per_prompt)]
     with engine.eval_mode():
-        outputs = rollout.run_batch(requests(rollout, prompts, keep_trajectory=True, sde_window=(0, STEPS - 1)))
+        params = {"keep_trajectory": True, "sde_window": (0, STEPS - 1)} | params
+        outputs = rollout.run_batch(requests(rollout, prompts, **params))
     rows = [output.trajectory | output.conditions for output in outputs]
     data = {key: pad_and_cat([row[key][None] for row in rows]) for key in rows[0]}
     data["old_log_probs"] = data.pop("rollout_log_probs")

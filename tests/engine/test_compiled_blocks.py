@@ -83,7 +83,7 @@ def test_every_block_gets_rows_that_lie_side_by_side(module):
 
 
 def test_gelu_inside_the_product(module, graphs, backend):
-    """In one graph for each kind, only without a gradient; a CPU's GELU is the exact one, 5e-4 from the approximation."""
+    """In one graph a kind, only without a gradient. A CPU's GELU is the exact one, 5e-4 from the approximation."""
     module.to(torch.bfloat16)
     for parameter in module.parameters():
         parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data

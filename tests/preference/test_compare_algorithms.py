@@ -27,7 +27,7 @@ def test_every_algorithm_may_train_the_quickstart(name, tmp_path):
         config = preflight(compose("quickstart", [*given, *settings(name, 3, 40)]))
     algorithm = name.split()[0]
     assert config.actor_rollout_ref.model.algorithm == algorithm
-    assert (config.trainer.seed, config.actor_rollout_ref.rollout.seed, config.trainer.test_freq) == (3, 3, 10)
+    assert (config.trainer.seed, config.actor_rollout_ref.rollout.seed, config.trainer.test_freq) == (3, 3, 20)
     assert (config.actor_rollout_ref.rollout.algo.noise_level == 0) == (algorithm in ("diffusion_nft", "awm", "dpo"))
 
 

@@ -70,17 +70,27 @@ def build_checkpoint(out: str | Path, recipe: Recipe | None = None) -> Path:
 
 def held_out_scores(checkpoint: str | Path, seed: int = 0) -> list[dict]:
     """Draw every held-out number once with diffusers' own pipeline and let the OCR read it."""
-    from diffusers import QwenImagePipeline
-
     from verl_omni.utils.reward_score.ocr import compute_score_ocr
 
-    pipeline = QwenImagePipeline.from_pretrained(checkpoint, torch_dtype=torch.float32)
+    _, held_out = task.split_numbers()
+    return compute_score_ocr(list(draw(load_pipeline(checkpoint), held_out, seed)), held_out)
+
+
+def load_pipeline(checkpoint: str | Path, **components: torch.nn.Module) -> "QwenImagePipeline":
+    """diffusers' own pipeline of a checkpoint; `components` stand in for those of the folder."""
+    from diffusers import QwenImagePipeline
+
+    pipeline = QwenImagePipeline.from_pretrained(checkpoint, torch_dtype=torch.float32, **components)
     pipeline.to("cuda" if torch.cuda.is_available() else "cpu")
     pipeline.set_progress_bar_config(disable=True)
     speed_up_single_frames(pipeline.vae)
-    _, held_out = task.split_numbers()
-    images = pipeline(
-        [task.prompt_for(number) for number in held_out],
+    return pipeline
+
+
+def draw(pipeline: "QwenImagePipeline", numbers: list[str], seed: int) -> torch.Tensor:
+    """A sign for each number, (B, 3, H, W) in [0, 1]; the seed says which noise they are made from."""
+    return pipeline(
+        [task.prompt_for(number) for number in numbers],
         height=task.HEIGHT,
         width=task.WIDTH,
         num_inference_steps=NUM_INFERENCE_STEPS,
@@ -88,7 +98,6 @@ def held_out_scores(checkpoint: str | Path, seed: int = 0) -> list[dict]:
         generator=torch.Generator().manual_seed(seed),
         output_type="pt",
     ).images
-    return compute_score_ocr(list(images), held_out)
 
 
 def _train(recipe: Recipe, device: torch.device) -> "QwenImagePipeline":

@@ -41,8 +41,8 @@ def compile_blocks(parts: dict[str, torch.nn.Module], backend: str = "inductor")
 def enter_like_the_others(block: torch.nn.Module) -> None:
     """Give the first block its inputs as the blocks before give them to all others, so that one graph serves all.
 
-    Patch embeddings hand over (B, L, C) as a transposed view, a layout that every residual sum after it would keep (a
-    tenth of SD3's forward), and under LoRA they need no gradient where later inputs do.
+    SD3's patch embedding hands over (B, L, C) as a transposed view, a layout that every residual sum after it would
+    keep, and under LoRA what it hands over needs no gradient, where the inputs of later blocks do.
     """
     compiled, names = block._compiled_call_impl, list(inspect.signature(block.forward).parameters)
     joint = getattr(block.attn, "add_q_proj", None) is not None if hasattr(block, "attn") else False
