@@ -1,10 +1,13 @@
 """From a scored batch to advantages, as the trainer calls it."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from verl.protocol import DataProto
 
+from verl_omni.algorithms.forward_process import add_advantages
 from verl_omni.trainer.config.algorithm import DiffusionAlgoConfig
 from verl_omni.trainer.diffusion.policy_gradient_trainer import compute_advantage
 
@@ -38,6 +41,8 @@ def test_gdpo_weighs_the_rewards_that_the_function_returned():
     total = np.array([-3.0, 3.0, -1.0, 1.0]) / np.sqrt(2)
     expected = total / (total.std(ddof=1) + 1e-4)
     np.testing.assert_allclose(batch["advantages"][:, 0].numpy(), expected, rtol=1e-5)
+    final = add_advantages(scored(), torch.zeros(4), SimpleNamespace(algorithm=config)).batch
+    np.testing.assert_allclose(final["advantages"].numpy(), expected, rtol=1e-5)
 
 
 def test_gdpo_can_use_the_main_score():

@@ -8,6 +8,7 @@ import torch
 
 from verl_omni.algorithms.forward_process import draw_sigmas, noised
 from verl_omni.algorithms.old_policy import old_policy_decay
+from verl_omni.trainer.config.algorithm import DiffusionAlgoConfig
 from verl_omni.trainer.diffusion.diffusion_algos import (
     AWMLoss,
     DiffusionNFTLoss,
@@ -27,8 +28,7 @@ def rollouts(uids):
 
 
 def trainer_config(**algorithm):
-    settings = {"adv_estimator": "flow_grpo", "norm_adv_by_std_in_grpo": True, "global_std": True}
-    return SimpleNamespace(algorithm=SimpleNamespace(**(settings | {"adv_mode": "continuous"} | algorithm)))
+    return SimpleNamespace(algorithm=DiffusionAlgoConfig(**algorithm))
 
 
 def test_noised_is_the_straight_line():

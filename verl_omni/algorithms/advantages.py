@@ -1,13 +1,16 @@
 """Advantages from one outcome reward per image, compared within the images of one prompt."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from verl_omni.algorithms.registry import DiffusionAdvantageEstimator, register_diffusion_adv_est
 from verl_omni.utils.suggest import unknown
+
+if TYPE_CHECKING:
+    from verl import DataProto
 
 GDPO_LEAST_STD = 1e-6
 
@@ -140,3 +143,19 @@ def _weighted(
         )
     for name, component in components.items():
         yield component, weights[name]
+
+
+def weighted_rewards(data: "DataProto", rewards: torch.Tensor, weights: Mapping[str, float]) -> dict[str, Any]:
+    """What an estimator of several rewards is given: each image's, by the names that the reward function gives them.
+
+    `score` is the function's main reward. Nothing where `algorithm.reward_weights` names none.
+    """
+    if not weights:
+        return {}
+    returned = {k: data.non_tensor_batch[k] for k in data.meta_info.get("reward_extra_keys", [])}
+    returned["score"] = rewards.numpy()
+    for name in weights:
+        if name not in returned:
+            raise ValueError(unknown("reward in algorithm.reward_weights", name, returned))
+    components = {name: torch.tensor(returned[name].astype(np.float32)) for name in weights}
+    return {"sample_level_reward_components": components, "reward_weights": weights}

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl_omni.algorithms.advantages import apply_adv_mode
+from verl_omni.algorithms.advantages import apply_adv_mode, weighted_rewards
 from verl_omni.algorithms.base import column, row_mean
 from verl_omni.algorithms.registry import estimate_advantages, get_algorithm, get_diffusion_loss_fn
 from verl_omni.utils.suggest import unknown
@@ -89,6 +89,7 @@ def add_advantages(batch: "DataProto", reward_tensor: torch.Tensor, config: Any)
         norm_adv_by_std_in_grpo=algo.norm_adv_by_std_in_grpo,
         global_std=algo.global_std,
         config=algo,
+        **weighted_rewards(batch, rewards, algo.reward_weights),
     )
     batch.batch["advantages"] = apply_adv_mode(advantages, algo.adv_mode)
     return batch

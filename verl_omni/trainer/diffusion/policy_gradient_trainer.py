@@ -1,12 +1,11 @@
 """Policy gradient: FlowGRPO and its relatives."""
 
-from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from verl.protocol import DataProto
 
+from verl_omni.algorithms.advantages import weighted_rewards
 from verl_omni.algorithms.registry import estimate_advantages
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.schedulers.windows import sde_window
@@ -14,7 +13,6 @@ from verl_omni.trainer.config.algorithm import DiffusionAlgoConfig
 from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer, timer
 from verl_omni.trainer.diffusion.ordering import train_steps
 from verl_omni.utils.arrays import object_array
-from verl_omni.utils.suggest import unknown
 
 
 class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
@@ -100,29 +98,17 @@ def compute_advantage(
     config: DiffusionAlgoConfig | None = None,
 ) -> DataProto:
     """Add `advantages` and `returns` (B, W): one advantage an image, the same for each of its trained steps."""
-    weights = config.reward_weights if config is not None else None
+    rewards = data.batch["sample_level_rewards"]
     advantages, returns = estimate_advantages(
         adv_estimator,
-        sample_level_rewards=data.batch["sample_level_rewards"],
+        sample_level_rewards=rewards,
         index=data.non_tensor_batch["uid"],
         norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
         global_std=global_std,
         config=config,
-        **(
-            {"sample_level_reward_components": _components(data, weights), "reward_weights": weights} if weights else {}
-        ),
+        **(weighted_rewards(data, rewards, config.reward_weights) if config is not None else {}),
     )
     steps = data.batch["all_timesteps"].shape[1] if "all_timesteps" in data.batch.keys() else 1
     for name, value in (("advantages", advantages), ("returns", returns)):
         data.batch[name] = value.reshape(len(value), -1).expand(-1, steps).contiguous()
     return data
-
-
-def _components(data: DataProto, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """The single rewards of each image, by the names that the reward function gives them; `score` is its main one."""
-    returned = {k: data.non_tensor_batch[k] for k in data.meta_info.get("reward_extra_keys", [])}
-    returned["score"] = data.batch["sample_level_rewards"].numpy()
-    for name in names:
-        if name not in returned:
-            raise ValueError(unknown("reward in algorithm.reward_weights", name, returned))
-    return {name: torch.tensor(returned[name].astype(np.float32)) for name in names}
