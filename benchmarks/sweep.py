@@ -1,0 +1,158 @@
+"""What settings cost: peak memory and seconds of one training step, each setting in a process of its own.
+
+    python -m benchmarks.sweep memory sd35m        # LoRA and full, checkpointing, offload
+    python -m benchmarks.sweep cost sd35m          # images a step, resolution, denoising steps
+    python -m benchmarks.sweep speed sd35m         # all that makes a step faster, and each of it left out
+    python -m benchmarks.sweep memory --small      # in miniature, on a CPU
+
+The step is the trainer's own, after one that is not timed. `memory` and `cost` do not compile. Prints a table.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks import models
+from benchmarks.run import COMMON, WORKS, write_prompts
+
+MODEL, ACTOR, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+FULL = [f"{MODEL}.lora_rank=0"]
+CHECKPOINTING = [f"{MODEL}.enable_gradient_checkpointing=true"]
+OFFLOAD = [f"{ACTOR}.fsdp_config.param_offload=true", f"{ACTOR}.fsdp_config.optimizer_offload=true"]
+UNFOLDED = [f"{ACTOR}.fsdp_config.fold_lora=false"]
+
+
+def micro(size: int) -> list[str]:
+    return [f"{ACTOR}.ppo_micro_batch_size_per_gpu={size}"]
+
+
+def square(size: int) -> list[str]:
+    return [f"{ROLLOUT}.pipeline.height={size}", f"{ROLLOUT}.pipeline.width={size}"]
+
+
+def steps(count: int) -> list[str]:
+    return [f"{ROLLOUT}.pipeline.num_inference_steps={count}"]
+
+
+# name -> (images a step, overrides)
+Settings = dict[str, tuple[int, list[str]]]
+MEMORY: dict[str, Settings] = {
+    "sd35m": {
+        "LoRA, micro-batch 48": (48, micro(48)),
+        "LoRA, micro-batch 16": (48, micro(16)),
+        "LoRA, micro-batch 48, checkpointing": (48, [*micro(48), *CHECKPOINTING]),
+        "full, micro-batch 16": (48, [*FULL, *micro(16)]),
+        "full, micro-batch 16, checkpointing": (48, [*FULL, *micro(16), *CHECKPOINTING]),
+        "full, micro-batch 16, checkpointing, offload": (48, [*FULL, *micro(16), *CHECKPOINTING, *OFFLOAD]),
+    },
+    "qwen-image": {
+        "LoRA, micro-batch 4, folded": (16, micro(4)),
+        "LoRA, micro-batch 4": (16, [*micro(4), *UNFOLDED]),
+        "LoRA, micro-batch 1": (16, [*micro(1), *UNFOLDED]),
+        "LoRA, micro-batch 16, checkpointing": (16, [*micro(16), *CHECKPOINTING, *UNFOLDED]),
+    },
+}
+COST: Settings = {
+    "16 images": (16, []),
+    "32 images": (32, []),
+    "64 images": (64, []),
+    "16 images of 256 x 256": (16, square(256)),
+    "16 images of 1024 x 1024": (16, [*square(1024), *micro(4)]),
+    "16 images, 5 steps": (16, steps(5)),
+    "16 images, 20 steps": (16, steps(20)),
+}
+SPEED: Settings = {
+    "everything on": (96, []),
+    "blocks not compiled": (96, [f"{ACTOR}.fsdp_config.use_torch_compile=false"]),
+    "VAE not compiled": (96, [f"{ROLLOUT}.compile_vae=false"]),
+    "LoRA not folded": (96, UNFOLDED),
+    "GELU after the matrix product": (96, [f"{ACTOR}.fsdp_config.fused_gelu=false"]),
+    "unconditional half computed again": (96, [f"{ACTOR}.reuse_uncond=false"]),
+    "16 requests a forward": (96, [f"{ROLLOUT}.max_num_seqs=16"]),
+}
+EAGER = [f"{ACTOR}.fsdp_config.use_torch_compile=false", f"{ROLLOUT}.compile_vae=false"]
+SMALL: Settings = {
+    "LoRA": (4, micro(4)),
+    "LoRA, checkpointing": (4, [*micro(4), *CHECKPOINTING]),
+    "full": (8, [*FULL, *micro(4)]),
+}
+
+
+def measure(work: str, images: int, overrides: list[str]) -> dict[str, float]:
+    """In this process: seconds and peak memory of the second step."""
+    from hydra import compose, initialize_config_module
+
+    from benchmarks.local_trainer import LocalTrainer
+    from verl_omni.trainer.config import schema
+    from verl_omni.trainer.preflight import preflight
+    from verl_omni.trainer.resources import choose_device
+
+    schema.register()
+    with tempfile.TemporaryDirectory() as folder:
+        group = 16 if images % 16 == 0 else images
+        given = [
+            *COMMON, *WORKS[work].overrides,
+            f"actor_rollout_ref.model.path={getattr(models, WORKS[work].model)(Path(folder) / 'model')}",
+            f"data.train_files={write_prompts(Path(folder) / 'prompts.jsonl')}",
+            f"data.train_batch_size={images // group}",
+            f"{ROLLOUT}.n={group}",
+            f"{ACTOR}.ppo_mini_batch_size={images // group}",
+            "trainer.total_training_steps=2",
+            f"trainer.default_local_dir={folder}/run",
+            f"trainer.device={choose_device(None)}",
+            *overrides,
+        ]  # fmt: skip
+        with initialize_config_module("verl_omni.trainer.config", version_base=None):
+            config = preflight(compose("diffusion_trainer", given))
+        trainer = LocalTrainer(config)
+        trainer.init_workers()
+        batches = iter(trainer.train_loader)
+        timing: dict[str, float] = {}
+        trainer.training_step(next(batches), {})
+        trainer.actor_wg.reset_peak_memory()
+        trainer.global_step += 1
+        _, metrics = trainer.training_step(next(batches), timing)
+    return {"gib": metrics["perf/max_memory_allocated_gb"], **timing}
+
+
+def row(name: str, images: int, found: dict[str, float] | str) -> str:
+    if isinstance(found, str):
+        return f"| {name} | {images} | {found} | | | |"
+    gen, update = found["gen"], found["update_actor"]
+    step = gen + found.get("ref", 0.0) + update
+    return f"| {name} | {images} | {found['gib']:.1f} | {gen:.2f} | {update:.2f} | {step:.2f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["memory", "cost", "speed"])
+    parser.add_argument("work", nargs="?", choices=list(MEMORY), help="the model")
+    parser.add_argument("--small", action="store_true", help="a tiny model, for a CPU")
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # a setting as JSON: measured here, in this process
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(measure(*json.loads(options.one))))
+        return
+    if not options.small and not options.work:
+        parser.error(f"name the model: {', '.join(MEMORY)}, or --small")
+    work = "tiny-sd3" if options.small else options.work
+    settings = SMALL if options.small else {"memory": MEMORY[work], "cost": COST, "speed": SPEED}[options.what]
+    print("| setting | images | peak GiB | rollout s | update s | step s |\n|---|---|---|---|---|---|", flush=True)
+    for name, (images, overrides) in settings.items():
+        one = json.dumps([work, images, overrides if options.what == "speed" else [*EAGER, *overrides]])
+        command = [sys.executable, "-m", "benchmarks.sweep", options.what, "--one", one]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode == 0:
+            found = json.loads(done.stdout.splitlines()[-1])
+        elif "out of memory" in done.stderr.lower():
+            found = "out of memory"
+        else:
+            sys.exit(f"error: {name} failed\n{done.stderr[-3000:]}")
+        print(row(name, images, found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

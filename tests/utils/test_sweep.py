@@ -1,0 +1,30 @@
+"""The settings of the sweeps are ones that a run accepts; the step they measure is the trainer's."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+
+from benchmarks.sweep import COST, EAGER, MEMORY, SPEED
+from verl_omni.trainer.config import schema
+
+SETTINGS = [overrides for table in (*MEMORY.values(), COST, SPEED) for _, overrides in table.values()]
+
+
+@pytest.mark.parametrize("overrides", [EAGER, *SETTINGS], ids=" ".join)
+def test_settings_are_known(overrides):
+    schema.register()
+    with initialize_config_module("verl_omni.trainer.config", version_base=None):
+        compose("diffusion_trainer", overrides)
+
+
+def test_a_step_in_one_process():
+    setting = json.dumps(["tiny-sd3", 4, EAGER])
+    command = [sys.executable, "-m", "benchmarks.sweep", "memory", "--one", setting]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["gen"] > 0 and found["ref"] > 0 and found["update_actor"] > 0
