@@ -3,7 +3,7 @@
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -243,10 +243,8 @@ class DiffusersFSDPEngine(BaseEngine):
         """
         self.check_batch(data)
         data = {k: v.to(self.device) for k, v in data.items()}
-        batches = list(self.split(data, micro_batch_size or self.micro_batch_size))
         outputs, metrics = [], {}
-        for i, (micro_batch, share) in enumerate(batches):
-            last = i == len(batches) - 1
+        for (micro_batch, share), last in and_last(self.split(data, micro_batch_size or self.micro_batch_size)):
             for module in fsdp_modules(self.parts.values()):
                 module.set_requires_gradient_sync(last, recurse=False)
                 module.set_is_last_backward(last)
@@ -421,6 +419,16 @@ def lr_factor(config: OptimizerConfig) -> Callable[[int], float]:
         return 1.0 - done if config.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * done))
 
     return factor
+
+
+def and_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """Each item, and whether it is the last. Items are made one ahead, never all at once."""
+    items = iter(items)
+    item = next(items)
+    for following in items:
+        yield item, False
+        item = following
+    yield item, True
 
 
 def is_maximum(name: str) -> bool:
