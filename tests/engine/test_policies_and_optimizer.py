@@ -25,7 +25,7 @@ from engine_cases import (
 from tiny_models import tiny_checkpoint
 
 from verl_omni.workers.config import OptimizerConfig
-from verl_omni.workers.engine.fsdp.diffusers_impl import lr_factor
+from verl_omni.workers.engine.fsdp.optimizer import lr_factor
 
 
 def means(engine, data) -> torch.Tensor:

@@ -22,6 +22,7 @@ from verl_omni.workers.config import CheckpointConfig, DiffusionModelConfig, FSD
 from verl_omni.workers.engine.fsdp import checkpoint_io
 from verl_omni.workers.engine.fsdp.fused_gelu import fuse_gelu
 from verl_omni.workers.engine.fsdp.lora import FoldedLora, add_lora
+from verl_omni.workers.engine.fsdp.optimizer import build_optimizer
 from verl_omni.workers.engine.fsdp.pairs import micro_batches
 from verl_omni.workers.engine.fsdp.parallel import compile_blocks, shard
 from verl_omni.workers.engine.fsdp.policies import Policies, fsdp_modules, local, reshard
@@ -91,22 +92,13 @@ class DiffusersFSDPEngine(BaseEngine):
             self.mesh = shard(self.parts, self.engine_config, self.device, self.dtype)
         self.folded_lora = FoldedLora(self.parts.values()) if self._folds_lora() else None
         self.parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
-        self._build_optimizer()
+        self.optimizer, self.lr_scheduler = build_optimizer(
+            list(self.parameters.values()), self.optimizer_config, self.device
+        )
         self.policies = Policies(self.parameters, offload=self.engine_config.param_offload)
         self.scheduler = self.adapter.build_scheduler(self.model_config)
         self.adapter.set_timesteps(self.scheduler, self.model_config, self.device)
         self.to("cpu", model=self.is_param_offload_enabled, optimizer=False, grad=False)
-
-    def _build_optimizer(self) -> None:
-        config = self.optimizer_config
-        if not hasattr(torch.optim, config.optimizer):
-            raise ValueError(f'optim.optimizer="{config.optimizer}" is no class of torch.optim, such as AdamW')
-        arguments = {"lr": config.lr, "weight_decay": config.weight_decay}
-        if "Adam" in config.optimizer:
-            arguments |= {"betas": tuple(config.betas), "eps": config.eps}
-            arguments |= {"fused": True} if self.device.type == "cuda" else {}
-        self.optimizer = getattr(torch.optim, config.optimizer)(list(self.parameters.values()), **arguments)
-        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lr_factor(config))
 
     def _folds_lora(self) -> bool:
         """By default where the second copy of the adapted weights takes less than 40 % of a GPU's memory."""
@@ -400,25 +392,6 @@ def resolve_dtypes(config: FSDPConfig, device: torch.device, lora: bool) -> tupl
 def on_gpu(setting: bool | None, device: torch.device) -> bool:
     """A setting whose default is yes on a GPU and no on a CPU."""
     return device.type == "cuda" if setting is None else setting
-
-
-def lr_factor(config: OptimizerConfig) -> Callable[[int], float]:
-    """Linear warm-up, then constant, linear to 0 or half a cosine to 0."""
-    if config.lr_scheduler_type not in ("constant", "linear", "cosine"):
-        raise ValueError(f'optim.lr_scheduler_type="{config.lr_scheduler_type}": expected constant, linear or cosine')
-    if config.lr_scheduler_type != "constant" and not config.total_training_steps:
-        raise ValueError(f"a {config.lr_scheduler_type} learning rate needs optim.total_training_steps")
-
-    def factor(step: int) -> float:
-        if step < config.lr_warmup_steps:
-            return (step + 1) / config.lr_warmup_steps
-        if config.lr_scheduler_type == "constant":
-            return 1.0
-        span = max(1, config.total_training_steps - config.lr_warmup_steps)
-        done = min(1.0, (step - config.lr_warmup_steps) / span)
-        return 1.0 - done if config.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-
-    return factor
 
 
 def and_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:

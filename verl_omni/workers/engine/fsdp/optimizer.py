@@ -1,0 +1,41 @@
+"""The optimizer and its learning-rate schedule."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from verl_omni.workers.config import OptimizerConfig
+
+
+def build_optimizer(
+    parameters: list[torch.nn.Parameter], config: OptimizerConfig, device: torch.device
+) -> tuple[torch.optim.Optimizer, LambdaLR]:
+    if not hasattr(torch.optim, config.optimizer):
+        raise ValueError(f'optim.optimizer="{config.optimizer}" is no class of torch.optim, such as AdamW')
+    arguments = {"lr": config.lr, "weight_decay": config.weight_decay}
+    if "Adam" in config.optimizer:
+        arguments |= {"betas": tuple(config.betas), "eps": config.eps}
+        arguments |= {"fused": True} if device.type == "cuda" else {}
+    optimizer = getattr(torch.optim, config.optimizer)(parameters, **arguments)
+    return optimizer, LambdaLR(optimizer, lr_factor(config))
+
+
+def lr_factor(config: OptimizerConfig) -> Callable[[int], float]:
+    """Linear warm-up, then constant, linear to 0 or half a cosine to 0."""
+    if config.lr_scheduler_type not in ("constant", "linear", "cosine"):
+        raise ValueError(f'optim.lr_scheduler_type="{config.lr_scheduler_type}": expected constant, linear or cosine')
+    if config.lr_scheduler_type != "constant" and not config.total_training_steps:
+        raise ValueError(f"a {config.lr_scheduler_type} learning rate needs optim.total_training_steps")
+
+    def factor(step: int) -> float:
+        if step < config.lr_warmup_steps:
+            return (step + 1) / config.lr_warmup_steps
+        if config.lr_scheduler_type == "constant":
+            return 1.0
+        span = max(1, config.total_training_steps - config.lr_warmup_steps)
+        done = min(1.0, (step - config.lr_warmup_steps) / span)
+        return 1.0 - done if config.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+
+    return factor
