@@ -45,29 +45,32 @@ def settings(name: str, seed: int, steps: int) -> list[str]:
 
 
 def curve(run_dir: Path) -> dict[int, tuple[float, int, float]]:
-    """Step -> (held-out score, images drawn for training so far, seconds of training so far)."""
-    found, images, seconds = {}, 0, 0.0
-    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
+    """Step -> (held-out score, images drawn for training so far, seconds: so many steps of the median length)."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    step_time = statistics.median([r["data"]["timing_s/step"] for r in rows if "timing_s/step" in r["data"]] or [0.0])
+    found, images = {}, 0
+    for row in rows:
         images += row["data"].get("perf/total_num_images", 0)
-        seconds += row["data"].get("timing_s/step", 0.0)
         scores = [v for k, v in row["data"].items() if k.startswith(SCORE)]
         if scores:
-            found[row["step"]] = (scores[0], int(images), seconds)
+            found[row["step"]] = (scores[0], int(images), row["step"] * step_time)
     return found
 
 
 def table(curves: dict[str, list[dict[int, tuple[float, int, float]]]]) -> str:
-    """One line for each algorithm and validated step; over seeds the mean score, and in brackets lowest and highest.
-
-    Seconds are those of the seed that was disturbed least.
-    """
-    lines = ["| algorithm | step | images | seconds | held-out score |", "|---|---|---|---|---|"]
+    """A line for each algorithm: mean score over seeds (lowest to highest), and seconds of the least disturbed seed."""
+    validated = next(iter(curves.values()))[0]
+    lines = [
+        "| algorithm | " + " | ".join(f"{images} images" for _, images, _ in validated.values()) + " |",
+        "|---" * (len(validated) + 1) + "|",
+    ]
     for algorithm, runs in curves.items():
-        for step in runs[0]:
-            scores, images, seconds = zip(*(run[step] for run in runs), strict=True)
-            spread = f"{statistics.mean(scores):.3f} ({min(scores):.3f} to {max(scores):.3f})"
-            lines.append(f"| `{algorithm}` | {step} | {images[0]} | {min(seconds):.0f} | {spread} |")
+        cells = []
+        for step in validated:
+            scores, _, seconds = zip(*(run[step] for run in runs), strict=True)
+            spread = f" ({min(scores):.3f} to {max(scores):.3f}), {min(seconds):.0f} s" if step else ""
+            cells.append(f"{statistics.mean(scores):.3f}{spread}")
+        lines.append(f"| `{algorithm}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -6,7 +6,6 @@
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import nan
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -281,7 +280,9 @@ class BaseRayDiffusionTrainer:
                     with timer(saving, "save_checkpoint"):
                         self.save_checkpoint()
                     tracking.log({"timing_s/save_checkpoint": saving["save_checkpoint"]}, step=self.global_step)
-                bar.set_postfix(reward=f"{metrics.get('critic/rewards/mean', nan):.3f}", step=f"{timing['step']:.1f}s")
+                reward = metrics.get("critic/rewards/mean")  # cached pairs have none
+                shown = {} if reward is None else {"reward": f"{reward:.3f}"}
+                bar.set_postfix(shown | {"step": f"{timing['step']:.1f}s"})
                 bar.update()
 
     def training_step(self, rows: dict[str, Any], timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
