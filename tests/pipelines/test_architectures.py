@@ -207,18 +207,15 @@ def mean_log_prob(output, micro_batch):
 def test_without_noise_it_is_diffusers(row, cfg, size):
     model_config = config(row, cfg, size)
     engine = rollout(model_config)
-    outputs = generate(row, engine, PROMPTS)
+    # A video VAE makes more of the last bits in which latents of a batch differ: videos come one by one, as upstream's.
+    outputs = generate(row, engine, PROMPTS, together="num_frames" not in row.both)
     for i, output in enumerate(outputs):
         latents = output.trajectory["final_latents"][None]
         expected_latents, expected_pixels = draw(upstream(row.name), row, i, cfg, size)
         with torch.no_grad():
-            pixels, same = (
-                engine.adapter.decode_latents(engine.pipe, x, model_config) for x in (latents, expected_latents)
-            )
+            pixels = engine.adapter.decode_latents(engine.pipe, latents, model_config)
         torch.testing.assert_close(latents, expected_latents, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(same, expected_pixels, atol=1e-5, rtol=0)
-        # The decoder of a video VAE makes a little more of the last bits in which latents of a batch differ.
-        torch.testing.assert_close(pixels, expected_pixels, atol=1e-5 if pixels.ndim == 4 else 3e-5, rtol=0)
+        torch.testing.assert_close(pixels, expected_pixels, atol=1e-5, rtol=0)
         assert output.image.shape == pixels.shape[1:] and output.image.dtype == torch.uint8
 
 
