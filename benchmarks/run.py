@@ -90,26 +90,32 @@ WORKS = {
 }  # fmt: skip
 
 
+def settings(work: Work, images: int, folder: Path) -> list[str]:
+    """The config of one optimizer step a training step, with model, prompts and run in `folder`."""
+    group = 16 if images % 16 == 0 else images
+    return [
+        *COMMON,
+        *work.overrides,
+        f"actor_rollout_ref.model.path={getattr(models, work.model)(folder / 'model')}",
+        f"data.train_files={write_prompts(folder / 'prompts.jsonl')}",
+        f"data.train_batch_size={images // group}",
+        f"actor_rollout_ref.rollout.n={group}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={images // group}",
+        f"trainer.default_local_dir={folder}/run",
+    ]
+
+
 def measure(
     name: str, steps: int, warm_up: int, images: int | None, profile: bool, overrides: list[str]
 ) -> dict[str, float]:
     """Means (and the spread of the step time) over the steps after the warm-up; a profiled step is one more."""
     work = WORKS[name]
-    images = images or work.images
     with tempfile.TemporaryDirectory() as folder:
-        model = getattr(models, work.model)(Path(folder) / "model")
-        data = write_prompts(Path(folder) / "prompts.jsonl")
-        group = 16 if images % 16 == 0 else images
         command = [
-            sys.executable, "-m", "verl_omni.trainer.main_diffusion", *COMMON, *work.overrides,
-            f"actor_rollout_ref.model.path={model}",
-            f"data.train_files={data}",
-            f"data.train_batch_size={images // group}",
-            f"actor_rollout_ref.rollout.n={group}",
-            f"actor_rollout_ref.actor.ppo_mini_batch_size={images // group}",
+            sys.executable, "-m", "verl_omni.trainer.main_diffusion",
+            *settings(work, images or work.images, Path(folder)),
             f"trainer.total_training_steps={steps + warm_up + profile}",
             *([f"trainer.profile_step={steps + warm_up + 1}"] if profile else []),
-            f"trainer.default_local_dir={folder}/run",
             *overrides,
         ]  # fmt: skip
         subprocess.run(command, check=True)

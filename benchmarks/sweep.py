@@ -15,8 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import models
-from benchmarks.run import COMMON, WORKS, write_prompts
+from benchmarks.run import WORKS, settings
 
 MODEL, ACTOR, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 FULL = [f"{MODEL}.lora_rank=0"]
@@ -92,19 +91,12 @@ def measure(work: str, images: int, overrides: list[str]) -> dict[str, float]:
 
     schema.register()
     with tempfile.TemporaryDirectory() as folder:
-        group = 16 if images % 16 == 0 else images
         given = [
-            *COMMON, *WORKS[work].overrides,
-            f"actor_rollout_ref.model.path={getattr(models, WORKS[work].model)(Path(folder) / 'model')}",
-            f"data.train_files={write_prompts(Path(folder) / 'prompts.jsonl')}",
-            f"data.train_batch_size={images // group}",
-            f"{ROLLOUT}.n={group}",
-            f"{ACTOR}.ppo_mini_batch_size={images // group}",
+            *settings(WORKS[work], images, Path(folder)),
             "trainer.total_training_steps=2",
-            f"trainer.default_local_dir={folder}/run",
             f"trainer.device={choose_device(None)}",
             *overrides,
-        ]  # fmt: skip
+        ]
         with initialize_config_module("verl_omni.trainer.config", version_base=None):
             config = preflight(compose("diffusion_trainer", given))
         trainer = LocalTrainer(config)
@@ -139,9 +131,9 @@ def main() -> None:
     if not options.small and not options.work:
         parser.error(f"name the model: {', '.join(MEMORY)}, or --small")
     work = "tiny-sd3" if options.small else options.work
-    settings = SMALL if options.small else {"memory": MEMORY[work], "cost": COST, "speed": SPEED}[options.what]
+    table = SMALL if options.small else {"memory": MEMORY[work], "cost": COST, "speed": SPEED}[options.what]
     print("| setting | images | peak GiB | rollout s | update s | step s |\n|---|---|---|---|---|---|", flush=True)
-    for name, (images, overrides) in settings.items():
+    for name, (images, overrides) in table.items():
         one = json.dumps([work, images, overrides if options.what == "speed" else [*EAGER, *overrides]])
         command = [sys.executable, "-m", "benchmarks.sweep", options.what, "--one", one]
         done = subprocess.run(command, capture_output=True, text=True)

@@ -53,6 +53,12 @@ def test_folded_lora():
     assert_same(weights(other), weights(engine))
 
 
+def test_two_copies_on_the_device_or_none():
+    assert make_engine(config(), param_offload=True).folded_lora is None
+    with pytest.raises(ValueError, match="fold_lora=true keeps two copies .* set one of them to false"):
+        make_engine(config(), fold_lora=True, param_offload=True)
+
+
 def test_the_rollouts_own_unconditional_half():
     data = roll_out(make_engine(config()), keep_uncond=True)
     found, calls = [], []

@@ -102,12 +102,12 @@ class BaseRayDiffusionTrainer:
             device_name=self.device_name,
             worker_env=worker_environment(self.device_name, self.config.trainer.n_gpus_per_node),
         )
-        # These processes start while the model is loaded.
         self.reward_loop_manager = self.agent_loop_manager = None
         if self.online:
             from verl_omni.agent_loop import DiffusionAgentLoopManager
             from verl_omni.reward_loop import RewardLoopManager
 
+            # Their processes start up while the workers load the model.
             self.reward_loop_manager = RewardLoopManager(self.config)
             self.agent_loop_manager = DiffusionAgentLoopManager(
                 self.config, self.actor_wg.workers, self.reward_loop_manager.reward_loop_worker_handles

@@ -105,10 +105,15 @@ class DiffusersFSDPEngine(BaseEngine):
         if self.model_config.lora_rank == 0 or self.sharded or self.engine_config.fold_lora is False:
             return False
         if self.engine_config.fold_lora is None:
-            if self.device.type != "cuda":
+            if self.device.type != "cuda" or self.engine_config.param_offload:
                 return False
             memory = torch.cuda.get_device_properties(self.device).total_memory
             return FoldedLora.bytes_needed(self.parts.values()) < 0.4 * memory
+        if self.engine_config.param_offload:
+            raise ValueError(
+                "fsdp_config.fold_lora=true keeps two copies of the weights on the device, which param_offload=true is "
+                "to keep free: set one of them to false"
+            )
         return True
 
     def autocast(self) -> contextlib.AbstractContextManager:
