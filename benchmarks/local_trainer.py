@@ -6,6 +6,7 @@ For sweeps over settings, where starting a cluster for each would take longer th
 import asyncio
 import os
 import socket
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,9 +40,10 @@ class LocalAgentLoops:
     def __init__(self, worker: DiffusionAgentLoopWorker):
         self.worker, self.loop = worker, asyncio.new_event_loop()
 
-    def generate_sequences(self, batch: DataProto) -> DataProto:
+    def generate_images(self, batch: DataProto) -> tuple[DataProto, Callable[[], DataProto]]:
         assign(batch, num_servers=1)
-        return self.loop.run_until_complete(self.worker.generate_sequences(batch))
+        images = self.loop.run_until_complete(self.worker.generate_images(batch))
+        return images, lambda: self.loop.run_until_complete(self.worker.collect_scores())
 
 
 class LocalTrainer(PolicyGradientRayTrainer):

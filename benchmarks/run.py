@@ -22,7 +22,7 @@ ATTENTION = (
     "[attn.add_k_proj,attn.add_q_proj,attn.add_v_proj,attn.to_add_out,attn.to_k,attn.to_out.0,attn.to_q,attn.to_v]"
 )
 MODEL_STAGES = ("gen_denoise", "gen_decode", "ref", "update_actor")  # the rest of a step is neither transformer nor VAE
-STAGES = ("gen", "gen_encode", "gen_denoise", "gen_decode", "gen_rewards", "ref", "update_actor", "step")
+STAGES = ("gen", "gen_encode", "gen_denoise", "gen_decode", "gen_rewards", "ref", "reward", "update_actor", "step")
 
 
 @dataclass
@@ -171,6 +171,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny models, for a CPU")
     parser.add_argument("--steps", type=int, default=3, help="steps that are timed (%(default)s)")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before them (%(default)s)")
+    parser.add_argument("--runs", type=int, default=1, help="whole runs; later ones find kernels cached (%(default)s)")
     parser.add_argument("--images", type=int, help="images a step")
     parser.add_argument("--profile", action="store_true", help="say where the device's time goes, in one step more")
     parser.add_argument("--json", type=Path, help="write all figures here too")
@@ -179,10 +180,15 @@ def main() -> None:
     overrides = [w for w in options.work if "=" in w] + rest
     if not names or any(n not in WORKS for n in names):
         parser.error(f"name what to time: {', '.join(WORKS)}, or --small")
-    results = {}
+    results: dict[str, list[dict[str, float]]] = {}
     for name in names:
-        results[name] = measure(name, options.steps, options.warm_up, options.images, options.profile, overrides)
-        print("\n" + table(name, results[name]) + "\n", flush=True)
+        runs = results[name] = []
+        for run in range(options.runs):
+            profile = options.profile and run == 0
+            runs.append(measure(name, options.steps, options.warm_up, options.images, profile, overrides))
+            print("\n" + table(name, runs[-1]) + "\n", flush=True)
+        rates = [f"{run['perf/total_num_images'] / run['timing_s/step']:.3f}" for run in runs]
+        print(f"{name}: {len(runs)} runs, images/s: {', '.join(rates)}\n", flush=True)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
 

@@ -5,7 +5,8 @@
     python -m benchmarks.sweep speed sd35m         # all that makes a step faster, and each of it left out
     python -m benchmarks.sweep memory --small      # in miniature, on a CPU
 
-The step is the trainer's own, after one that is not timed. `memory` and `cost` do not compile. Prints a table.
+The step is the trainer's own, after one that is not timed. `memory` and `cost` do not compile. Prints a table; for
+`speed` with the cosine between the gradients of two steps and those of the first setting.
 """
 
 import argparse
@@ -38,39 +39,43 @@ def steps(count: int) -> list[str]:
 
 # name -> (images a step, overrides)
 Settings = dict[str, tuple[int, list[str]]]
+FEW = steps(4)  # the peak is that of one forward and backward, however many there are
 MEMORY: dict[str, Settings] = {
     "sd35m": {
-        "LoRA, micro-batch 48": (48, micro(48)),
-        "LoRA, micro-batch 16": (48, micro(16)),
-        "LoRA, micro-batch 48, checkpointing": (48, [*micro(48), *CHECKPOINTING]),
-        "full, micro-batch 16": (48, [*FULL, *micro(16)]),
-        "full, micro-batch 16, checkpointing": (48, [*FULL, *micro(16), *CHECKPOINTING]),
-        "full, micro-batch 16, checkpointing, offload": (48, [*FULL, *micro(16), *CHECKPOINTING, *OFFLOAD]),
+        "LoRA, micro-batch 48": (16, [*FEW, *micro(48)]),
+        "LoRA, micro-batch 16": (16, [*FEW, *micro(16)]),
+        "LoRA, micro-batch 48, checkpointing": (16, [*FEW, *micro(48), *CHECKPOINTING]),
+        "full, micro-batch 16": (16, [*FEW, *FULL, *micro(16)]),
+        "full, micro-batch 16, checkpointing": (16, [*FEW, *FULL, *micro(16), *CHECKPOINTING]),
+        "full, micro-batch 16, checkpointing, offload": (16, [*FEW, *FULL, *micro(16), *CHECKPOINTING, *OFFLOAD]),
     },
     "qwen-image": {
-        "LoRA, micro-batch 4, folded": (16, micro(4)),
-        "LoRA, micro-batch 4": (16, [*micro(4), *UNFOLDED]),
-        "LoRA, micro-batch 1": (16, [*micro(1), *UNFOLDED]),
-        "LoRA, micro-batch 16, checkpointing": (16, [*micro(16), *CHECKPOINTING, *UNFOLDED]),
+        "LoRA, micro-batch 4, folded": (8, [*FEW, *micro(4)]),
+        "LoRA, micro-batch 4": (8, [*FEW, *micro(4), *UNFOLDED]),
+        "LoRA, micro-batch 2": (8, [*FEW, *micro(2), *UNFOLDED]),
+        "LoRA, micro-batch 16, checkpointing": (8, [*FEW, *micro(16), *CHECKPOINTING, *UNFOLDED]),
+        "LoRA, micro-batch 16, checkpointing, offload": (
+            8,
+            [*FEW, *micro(16), *CHECKPOINTING, *UNFOLDED, *OFFLOAD],
+        ),
     },
 }
 COST: Settings = {
+    "8 images": (8, []),
     "16 images": (16, []),
     "32 images": (32, []),
-    "64 images": (64, []),
-    "16 images of 256 x 256": (16, square(256)),
-    "16 images of 1024 x 1024": (16, [*square(1024), *micro(4)]),
-    "16 images, 5 steps": (16, steps(5)),
-    "16 images, 20 steps": (16, steps(20)),
+    "8 images of 256 x 256": (8, square(256)),
+    "8 images of 1024 x 1024": (8, [*square(1024), *micro(8)]),
+    "8 images, 5 steps": (8, steps(5)),
+    "8 images, 20 steps": (8, steps(20)),
 }
 SPEED: Settings = {
-    "everything on": (96, []),
-    "blocks not compiled": (96, [f"{ACTOR}.fsdp_config.use_torch_compile=false"]),
-    "VAE not compiled": (96, [f"{ROLLOUT}.compile_vae=false"]),
-    "LoRA not folded": (96, UNFOLDED),
-    "GELU after the matrix product": (96, [f"{ACTOR}.fsdp_config.fused_gelu=false"]),
-    "unconditional half computed again": (96, [f"{ACTOR}.reuse_uncond=false"]),
-    "16 requests a forward": (96, [f"{ROLLOUT}.max_num_seqs=16"]),
+    "everything on": (48, []),
+    "blocks not compiled": (48, [f"{ACTOR}.fsdp_config.use_torch_compile=false"]),
+    "LoRA not folded": (48, UNFOLDED),
+    "GELU after the matrix product": (48, [f"{ACTOR}.fsdp_config.fused_gelu=false"]),
+    "unconditional half computed again": (48, [f"{ACTOR}.reuse_uncond=false"]),
+    "VAE not compiled": (48, [f"{ROLLOUT}.compile_vae=false"]),
 }
 EAGER = [f"{ACTOR}.fsdp_config.use_torch_compile=false", f"{ROLLOUT}.compile_vae=false"]
 SMALL: Settings = {
@@ -80,9 +85,11 @@ SMALL: Settings = {
 }
 
 
-def measure(work: str, images: int, overrides: list[str]) -> dict[str, float]:
-    """In this process: seconds and peak memory of the second step."""
+def measure(work: str, images: int, overrides: list[str], moments: str) -> dict[str, float]:
+    """In this process: seconds and peak memory of the second step. Adam's first moments after it go to a file."""
+    import torch
     from hydra import compose, initialize_config_module
+    from verl.utils.device import get_torch_device
 
     from benchmarks.local_trainer import LocalTrainer
     from verl_omni.trainer.config import schema
@@ -107,15 +114,30 @@ def measure(work: str, images: int, overrides: list[str]) -> dict[str, float]:
         trainer.actor_wg.reset_peak_memory()
         trainer.global_step += 1
         _, metrics = trainer.training_step(next(batches), timing)
-    return {"gib": metrics["perf/max_memory_allocated_gb"], **timing}
+    state = trainer.actor_wg.engine.optimizer.state.values()
+    torch.save(torch.cat([s["exp_avg"].detach().float().cpu().flatten() for s in state]), moments)
+    reserved = get_torch_device().max_memory_reserved() / 2**30
+    return {"gib": metrics["perf/max_memory_allocated_gb"], "reserved": reserved, **timing}
 
 
-def row(name: str, images: int, found: dict[str, float] | str) -> str:
+def cosine(path: Path, other: Path) -> float:
+    """Of the gradients of two runs, by the first moments that they left."""
+    import torch
+
+    one, two = torch.load(path).double(), torch.load(other).double()
+    return torch.nn.functional.cosine_similarity(one, two, dim=0).item()
+
+
+def row(name: str, images: int, found: dict[str, float] | str, agreement: float | None) -> str:
     if isinstance(found, str):
-        return f"| {name} | {images} | {found} | | | |"
+        return f"| {name} | {images} | {found} | | | | | |"
     gen, update = found["gen"], found["update_actor"]
     step = gen + found.get("ref", 0.0) + update
-    return f"| {name} | {images} | {found['gib']:.1f} | {gen:.2f} | {update:.2f} | {step:.2f} |"
+    shown = "" if agreement is None else f"{agreement:.4f}"
+    return (
+        f"| {name} | {images} | {found['gib']:.1f} | {found['reserved']:.1f} | {gen:.2f} | {update:.2f} | {step:.2f} "
+        f"| {shown} |"
+    )
 
 
 def main() -> None:
@@ -132,18 +154,25 @@ def main() -> None:
         parser.error(f"name the model: {', '.join(MEMORY)}, or --small")
     work = "tiny-sd3" if options.small else options.work
     table = SMALL if options.small else {"memory": MEMORY[work], "cost": COST, "speed": SPEED}[options.what]
-    print("| setting | images | peak GiB | rollout s | update s | step s |\n|---|---|---|---|---|---|", flush=True)
-    for name, (images, overrides) in table.items():
-        one = json.dumps([work, images, overrides if options.what == "speed" else [*EAGER, *overrides]])
-        command = [sys.executable, "-m", "benchmarks.sweep", options.what, "--one", one]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode == 0:
-            found = json.loads(done.stdout.splitlines()[-1])
-        elif "out of memory" in done.stderr.lower():
-            found = "out of memory"
-        else:
-            sys.exit(f"error: {name} failed\n{done.stderr[-3000:]}")
-        print(row(name, images, found), flush=True)
+    heads = ["setting", "images", "peak GiB", "reserved GiB", "rollout s", "update s", "step s", "cosine"]
+    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for i, (name, (images, overrides)) in enumerate(table.items()):
+            moments = Path(folder) / f"{i}.pt"
+            given = overrides if options.what == "speed" else [*EAGER, *overrides]
+            one = json.dumps([work, images, given, str(moments)])
+            command = [sys.executable, "-m", "benchmarks.sweep", options.what, "--one", one]
+            done = subprocess.run(command, capture_output=True, text=True)
+            agreement = None
+            if done.returncode == 0:
+                found = json.loads(done.stdout.splitlines()[-1])
+                if options.what == "speed":
+                    agreement = cosine(Path(folder) / "0.pt", moments)
+            elif "out of memory" in done.stderr.lower():
+                found = "out of memory"
+            else:
+                sys.exit(f"error: {name} failed\n{done.stderr[-3000:]}")
+            print(row(name, images, found, agreement), flush=True)
 
 
 if __name__ == "__main__":

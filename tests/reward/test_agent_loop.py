@@ -10,7 +10,12 @@ from omegaconf import OmegaConf
 from tiny_models import tiny_checkpoint
 from verl.protocol import DataProto
 
-from verl_omni.agent_loop.diffusion_agent_loop import DiffusionAgentLoopManager, DiffusionAgentLoopWorker, join
+from verl_omni.agent_loop.diffusion_agent_loop import (
+    DiffusionAgentLoopManager,
+    DiffusionAgentLoopWorker,
+    join,
+    side_by_side,
+)
 from verl_omni.reward_loop.reward_manager import ImageRewardManager
 from verl_omni.trainer.config.schema import DiffusionTrainerConfig
 from verl_omni.utils.arrays import object_array
@@ -48,24 +53,28 @@ def batch(sources: list[str]) -> DataProto:
     return data
 
 
-def run(data: DataProto, compute_score, generate=None, servers: int = 1, reward_workers: int = 1, **settings):
+def run(data, score, generate=None, servers=1, reward_workers=1, then=lambda images: None, **settings):
     async def image(prompt_ids, sampling_params, **rest):
         return ImageOutput(torch.full((3, 2, 2), sampling_params["seed"], dtype=torch.uint8))
 
-    async def everything(chunk):
-        tree = config(**settings)
-        rewards = [
-            Remote(compute_score=ImageRewardManager(tree, None, compute_score=compute_score).run_single)
-            for _ in range(reward_workers)
-        ]
-        worker = DiffusionAgentLoopWorker(tree, [Remote(generate=generate or image)] * servers, rewards)
-        return await asyncio.wait_for(worker.generate_sequences(chunk), GUARD)
+    loop = asyncio.new_event_loop()
+    tree = config(**settings)
+    rewards = [
+        Remote(compute_score=ImageRewardManager(tree, None, compute_score=score).run_single)
+        for _ in range(reward_workers)
+    ]
+    worker = DiffusionAgentLoopWorker(tree, [Remote(generate=generate or image)] * servers, rewards)
+
+    def wait(coroutine):
+        return loop.run_until_complete(asyncio.wait_for(coroutine, GUARD))
 
     manager = object.__new__(DiffusionAgentLoopManager)  # its own __init__ starts processes
     manager.num_servers = servers
-    manager.workers = [Remote(generate_sequences=lambda chunk: asyncio.run(everything(chunk)))]
-    with mock.patch("ray.get", lambda results: results):
-        return manager.generate_sequences(data)
+    manager.workers = [Remote(generate_images=worker.generate_images, collect_scores=worker.collect_scores)]
+    with mock.patch("ray.get", lambda calls: [wait(call) for call in calls]):
+        images, scores = manager.generate_images(data)
+        then(images)
+        return side_by_side(images, scores())
 
 
 @pytest.mark.parametrize("reward_workers", [1, 2, 3])
@@ -106,6 +115,42 @@ def test_an_image_is_scored_while_others_are_still_being_made():
 
     run(batch(["a", "a"]), score, generate)
     assert order == ["image 0", "score 0", "image 1", "score 1"]
+
+
+def test_trajectories_are_there_before_the_scores():
+    """The trainer goes on with the reference pass while the last rewards are computed."""
+    allowed = asyncio.Event()
+
+    async def generate(prompt_ids, sampling_params, **rest):
+        latents = torch.full((2,), float(sampling_params["seed"]))
+        return ImageOutput(torch.zeros(3, 2, 2, dtype=torch.uint8), {"final_latents": latents})
+
+    async def score(prompt):
+        await allowed.wait()
+        return float(prompt[-1])
+
+    def then(images):
+        assert images.batch["final_latents"][:, 0].tolist() == [0.0, 1.0]
+        assert list(images.batch.keys()) == ["final_latents"]
+        allowed.set()
+
+    output = run(batch(["a", "a"]), score, generate, then=then)
+    assert output.batch["rm_scores"][:, 0].tolist() == [0.0, 1.0]
+    assert output.batch["final_latents"][:, 0].tolist() == [0.0, 1.0]
+    assert set(output.meta_info["timing"]) == {"images", "rewards"}
+
+
+def test_a_failing_reward_does_not_wait_for_the_other_images():
+    async def generate(prompt_ids, sampling_params, **rest):
+        if sampling_params["seed"] == 1:
+            await asyncio.Event().wait()
+        return ImageOutput(torch.zeros(3, 2, 2, dtype=torch.uint8))
+
+    def broken(prompt):
+        raise OSError("the judge is down")
+
+    with pytest.raises(Exception, match="the judge is down"):
+        run(batch(["a", "a"]), broken, generate)
 
 
 def test_a_failing_reward_ends_the_batch_with_its_own_words():

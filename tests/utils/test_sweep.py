@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_module
 
-from benchmarks.sweep import COST, EAGER, MEMORY, SPEED
+from benchmarks.sweep import COST, EAGER, MEMORY, SPEED, cosine
 from verl_omni.trainer.config import schema
 
 SETTINGS = [overrides for table in (*MEMORY.values(), COST, SPEED) for _, overrides in table.values()]
@@ -21,10 +21,11 @@ def test_settings_are_known(overrides):
         compose("diffusion_trainer", overrides)
 
 
-def test_a_step_in_one_process():
-    setting = json.dumps(["tiny-sd3", 4, EAGER])
+def test_a_step_in_one_process(tmp_path):
+    setting = json.dumps(["tiny-sd3", 4, EAGER, str(tmp_path / "moments.pt")])
     command = [sys.executable, "-m", "benchmarks.sweep", "memory", "--one", setting]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
+    assert cosine(tmp_path / "moments.pt", tmp_path / "moments.pt") == pytest.approx(1.0)
     assert found["gen"] > 0 and found["ref"] > 0 and found["update_actor"] > 0

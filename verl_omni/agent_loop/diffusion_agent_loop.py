@@ -5,7 +5,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,7 @@ class DiffusionAgentLoopOutput:
     reward_score: float | None = None
     reward_extra_info: dict[str, Any] = field(default_factory=dict)
     image_time: float = 0.0
+    score_time: float = 0.0
 
 
 class DiffusionAgentLoopBase(ABC):
@@ -98,19 +99,25 @@ class DiffusionAgentLoopWorker:
 
         Each row of `batch` has a prompt and a seed; `meta_info["sampling_params"]` holds what all rows share.
         """
-        tasks = [
-            asyncio.create_task(self._run_agent_loop(dict(batch.meta_info["sampling_params"]), self._row(batch, i)))
-            for i in range(len(batch))
-        ]
+        return side_by_side(await self.generate_images(batch), await self.collect_scores())
+
+    async def generate_images(self, batch: DataProto) -> DataProto:
+        """The trajectories, once the last image exists. Pixels and scores of these rows are for `collect_scores`."""
+        rows = [self._row(batch, i) for i in range(len(batch))]
+        shared = batch.meta_info["sampling_params"]
         start = time.perf_counter()
-        try:
-            outputs = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+        self._batch = ScoredBatch([self._run_agent_loop(dict(shared), row) for row in rows], rows, self._score)
+        outputs = await self._batch.images()
+        timing = {"images": max(o.image_time for o in outputs) - start}
+        return DataProto.from_dict(tensors=fields(outputs), meta_info={"timing": timing})
+
+    async def collect_scores(self) -> DataProto:
+        """The images of the last `generate_images` with their scores, once all of them are there."""
+        outputs = await self._batch.scores()
+        del self._batch
         result = collate(outputs)
-        images_done = max(o.image_time for o in outputs)
-        result.meta_info["timing"] = {"images": images_done - start, "rewards": time.perf_counter() - images_done}
+        waited = max(o.score_time for o in outputs) - max(o.image_time for o in outputs)
+        result.meta_info["timing"] = {"rewards": max(0.0, waited)}
         return result
 
     def _row(self, batch: DataProto, i: int) -> dict[str, Any]:
@@ -126,12 +133,12 @@ class DiffusionAgentLoopWorker:
         loop = AGENT_LOOPS[name](self.model_config, self.servers[row["server"]])
         output = await loop.run(sampling_params, tokenizers=self.tokenizers, **row)
         output.image_time = time.perf_counter()
-        if self.reward_workers:
-            await self._compute_score(output, row)
         return output
 
-    async def _compute_score(self, output: DiffusionAgentLoopOutput, row: dict[str, Any]) -> None:
-        """Ask a reward worker for the score of one finished image."""
+    async def _score(self, output: DiffusionAgentLoopOutput, row: dict[str, Any]) -> None:
+        """Ask a reward worker, if there are any, for the score of one finished image."""
+        if not self.reward_workers:
+            return
         keys = ("data_source", "reward_model", "extra_info", "prompt")
         one = DataProto.from_dict(
             tensors={"responses": output.response[None]},
@@ -145,12 +152,57 @@ class DiffusionAgentLoopWorker:
         result = await worker.compute_score.remote(one)
         output.reward_score = result["reward_score"]
         output.reward_extra_info = result.get("reward_extra_info", {})
+        output.score_time = time.perf_counter()
+
+
+class ScoredBatch:
+    """Images that are being made and scored, each scored as soon as it exists. The first failure ends all of it."""
+
+    def __init__(
+        self,
+        loops: list[Coroutine[Any, Any, DiffusionAgentLoopOutput]],
+        rows: list[dict[str, Any]],
+        score: Callable[[DiffusionAgentLoopOutput, dict[str, Any]], Awaitable[None]],
+    ):
+        async def scored(image: asyncio.Task, row: dict[str, Any]) -> DiffusionAgentLoopOutput:
+            output = await image
+            await score(output, row)
+            return output
+
+        self._images = [asyncio.create_task(loop) for loop in loops]
+        self._scores = [asyncio.create_task(scored(*pair)) for pair in zip(self._images, rows, strict=True)]
+        for task in self._images + self._scores:  # only the first failure is told
+            task.add_done_callback(lambda t: t.cancelled() or t.exception())
+
+    async def images(self) -> list[DiffusionAgentLoopOutput]:
+        """All images; their scores may still be missing."""
+        return await self._results(self._images)
+
+    async def scores(self) -> list[DiffusionAgentLoopOutput]:
+        return await self._results(self._scores)
+
+    async def _results(self, wanted: list[asyncio.Task]) -> list[DiffusionAgentLoopOutput]:
+        running = set(self._images + self._scores)
+        try:
+            while not all(task.done() for task in wanted):
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            return [task.result() for task in wanted]
+        except BaseException:
+            for task in self._images + self._scores:
+                task.cancel()
+            raise
+
+
+def fields(outputs: list[DiffusionAgentLoopOutput]) -> dict[str, torch.Tensor]:
+    """What training needs of each sample; `sample` alone (its place) where nothing was kept."""
+    named = {name: pad_and_cat([o.fields[name][None] for o in outputs]) for name in outputs[0].fields}
+    return named or {"sample": torch.arange(len(outputs))}
 
 
 def collate(outputs: list[DiffusionAgentLoopOutput]) -> DataProto:
     tensors = {"responses": torch.stack([o.response for o in outputs])}
-    for name in outputs[0].fields:
-        tensors[name] = pad_and_cat([o.fields[name][None] for o in outputs])
     non_tensors, meta = {}, {}
     if outputs[0].reward_score is not None:
         tensors["rm_scores"] = torch.tensor([[o.reward_score] for o in outputs], dtype=torch.float32)
@@ -179,10 +231,18 @@ class DiffusionAgentLoopManager:
         ]
 
     def generate_sequences(self, batch: DataProto) -> DataProto:
+        """Images with their trajectories and scores."""
+        images, scores = self.generate_images(batch)
+        return side_by_side(images, scores())
+
+    def generate_images(self, batch: DataProto) -> tuple[DataProto, Callable[[], DataProto]]:
+        """(trajectories, what waits for pixels and scores): the caller can go on while rewards are computed."""
         assign(batch, self.num_servers)
         chunks = [batch[list(c)] for c in np.array_split(np.arange(len(batch)), len(self.workers)) if len(c)]
-        outputs = ray.get([w.generate_sequences.remote(c) for w, c in zip(self.workers, chunks, strict=False)])
-        return join(outputs)
+        workers = self.workers[: len(chunks)]
+        images = ray.get([w.generate_images.remote(c) for w, c in zip(workers, chunks, strict=True)])
+        scores = [w.collect_scores.remote() for w in workers]
+        return join(images), lambda: join(ray.get(scores))
 
     def shutdown(self) -> None:
         for worker in self.workers:
@@ -211,6 +271,13 @@ def places(keys: Iterable[Hashable]) -> list[tuple[int, int]]:
         found.append((seen[key], totals[key]))
         seen[key] += 1
     return found
+
+
+def side_by_side(images: DataProto, scores: DataProto) -> DataProto:
+    """Both halves of the same rows as one batch."""
+    timing = images.meta_info["timing"] | scores.meta_info["timing"]
+    tensors = {k: half.batch[k] for half in (images, scores) for k in half.batch.keys()}
+    return DataProto.from_dict(tensors, scores.non_tensor_batch, meta_info=scores.meta_info | {"timing": timing})
 
 
 def join(outputs: list[DataProto]) -> DataProto:

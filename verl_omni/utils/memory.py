@@ -8,6 +8,7 @@ import torch
 
 ADVICE = (
     "lower {knob}, set actor_rollout_ref.model.enable_gradient_checkpointing=true, or keep less on the device with "
+    "actor_rollout_ref.rollout.encoder_offload=true, "
     "actor_rollout_ref.actor.fsdp_config.param_offload, optimizer_offload or fold_lora=false"
 )
 

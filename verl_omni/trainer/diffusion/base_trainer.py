@@ -4,7 +4,7 @@
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
@@ -21,6 +21,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, Res
 from verl.trainer.ppo.utils import Role
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
+from verl_omni.agent_loop.diffusion_agent_loop import side_by_side
 from verl_omni.algorithms.registry import get_algorithm
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.trainer.diffusion import checkpointing
@@ -157,16 +158,24 @@ class BaseRayDiffusionTrainer:
 
     def _generate(self, batch: DataProto, policy: str) -> DataProto:
         """Images and rewards for a rollout batch, joined to it."""
+        output, scores = self._generate_images(batch, policy)
+        return side_by_side(output, scores())
+
+    def _generate_images(self, batch: DataProto, policy: str) -> tuple[DataProto, Callable[[], DataProto]]:
+        """(trajectories, what waits for their pixels and rewards): rewards go on while the model does other work."""
         self.actor_wg.start_rollout(policy)
-        output = self.agent_loop_manager.generate_sequences(batch)
+        output, collect = self.agent_loop_manager.generate_images(batch)
         self.actor_wg.stop_rollout()
-        if "rm_scores" not in output.batch.keys():
-            scored = DataProto.from_dict(
-                {"responses": output.batch["responses"]}, non_tensors=dict(batch.non_tensor_batch)
-            )
-            output = output.union(self.reward_loop_manager.compute_rm_score(scored))
-        output.non_tensor_batch = {**batch.non_tensor_batch, **output.non_tensor_batch}
-        return output
+
+        def scores() -> DataProto:
+            result = collect()
+            if "rm_scores" not in result.batch.keys():
+                scored = DataProto.from_dict({"responses": result.batch["responses"]}, dict(batch.non_tensor_batch))
+                result = result.union(self.reward_loop_manager.compute_rm_score(scored))
+            result.non_tensor_batch = {**batch.non_tensor_batch, **result.non_tensor_batch}
+            return result
+
+        return output, scores
 
     def validate(self) -> dict[str, float]:
         """Score the validation prompts with the same seeds every time, and keep the images."""

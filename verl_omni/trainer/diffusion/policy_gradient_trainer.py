@@ -1,10 +1,12 @@
 """Policy gradient: FlowGRPO and its relatives."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from verl.protocol import DataProto
 
+from verl_omni.agent_loop.diffusion_agent_loop import side_by_side
 from verl_omni.algorithms.advantages import weighted_rewards
 from verl_omni.algorithms.registry import estimate_advantages
 from verl_omni.pipelines.model_base import DiffusionModelBase
@@ -19,19 +21,21 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
     """FlowGRPO and its relatives: roll out with noise, score, compare within the group, update on the stored steps."""
 
     def fit(self) -> None:
-        """rollout and reward -> (old log-probabilities) -> (reference) -> advantage -> update, for every batch."""
+        """rollout -> (reference, while rewards are computed) -> rewards -> advantage -> update, for every batch."""
         super().fit()
 
     def training_step(self, rows: dict[str, Any], timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
         with timer(timing, "gen"):
-            batch = self._rollout(DataProto.from_single_dict(rows))
-        timing |= {f"gen_{phase}": seconds for phase, seconds in batch.meta_info.pop("timing").items()}
+            batch, scores = self._rollout(DataProto.from_single_dict(rows))
         keys = self.loss_function.loss_fn.data_keys(self.settings.actor_rollout_ref.actor)
         # The embedded engine samples with the policy itself: its log-probabilities are the old ones.
         batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
         if self.loss_function.needs_reference:
             with timer(timing, "ref"):
                 batch = batch.union(self.actor_wg.compute_ref_log_prob(self._for_training(batch)))
+        with timer(timing, "reward"):  # they were computed meanwhile: this is what is left to wait for
+            batch = side_by_side(batch, scores())
+        timing |= {f"gen_{phase}": seconds for phase, seconds in batch.meta_info.pop("timing").items()}
         with timer(timing, "adv"):
             algorithm = self.config.algorithm
             batch.batch["sample_level_rewards"] = batch.batch["rm_scores"][:, 0]
@@ -59,7 +63,8 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
         model = self.settings.actor_rollout_ref.model
         return DiffusionModelBase.get_class(model).cfg_scale(model) > 1
 
-    def _rollout(self, prompts: DataProto) -> DataProto:
+    def _rollout(self, prompts: DataProto) -> tuple[DataProto, Callable[[], DataProto]]:
+        """Trajectories in training order, and what waits for their images and scores, in the same order."""
         rollout = self.settings.actor_rollout_ref.rollout
         algo, model = rollout.algo, self.settings.actor_rollout_ref.model
         steps = DiffusionModelBase.get_class(model).num_steps(model)
@@ -79,9 +84,9 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
         ranks[order] = torch.arange(len(batch)) * self.actor_wg.world_size // len(batch)
         batch.non_tensor_batch["server"] = object_array(ranks.tolist())
         batch.non_tensor_batch["sample_id"] = object_array(list(range(len(batch))))
-        output = self._generate(batch, self.algorithm.rollout_policy)
+        output, scores = self._generate_images(batch, self.algorithm.rollout_policy)
         output.batch["sample_id"] = torch.arange(len(output))
-        return output[order]
+        return output[order], lambda: scores()[order]
 
     def _for_training(self, batch: DataProto, keys: tuple[str, ...] = ()) -> DataProto:
         """Only the tensors that the workers need: no images, no second copy of anything."""

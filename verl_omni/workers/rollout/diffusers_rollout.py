@@ -21,6 +21,7 @@ from verl_omni.utils.memory import names_memory_knobs
 from verl_omni.utils.single_frame_vae import speed_up_single_frames
 from verl_omni.workers.config import DiffusionModelConfig, DiffusionPipelineConfig, DiffusionRolloutConfig
 from verl_omni.workers.rollout.base import ImageOutput, pad_and_cat
+from verl_omni.workers.rollout.encoders import Encoders
 
 PIPELINE_KEYS = tuple(f.name for f in dataclasses.fields(DiffusionPipelineConfig))
 
@@ -56,6 +57,9 @@ class DiffusersRollout:
         self.compiled_vae = image_vae_on_gpu if config.compile_vae is None else config.compile_vae
         if self.compiled_vae:
             self.pipe.vae.decoder.compile()
+        modules = [m for m in self.pipe.components.values() if isinstance(m, torch.nn.Module)]
+        encoders = [m for m in modules if m is not self.pipe.vae]
+        self.encoders = Encoders(encoders, device, False if device.type == "cpu" else config.encoder_offload)
         self.batcher = Batcher(self.run_batch, config.max_num_seqs, config.request_batch_max_wait_ms / 1000)
         self._prompts: collections.OrderedDict[tuple, Conditions] = collections.OrderedDict()
         self._on_device: dict[tuple, Conditions] = {}
@@ -94,6 +98,7 @@ class DiffusersRollout:
 
         guided = self.adapter.cfg_scale(model_config) > 1
         conditions = [self._conditions(r, guided, model_config) for r in requests]
+        self.encoders.batch_encoded()
         generators = [self._generator(r.params.get("init_seed", r.params["seed"])) for r in requests]
         latents = self.adapter.prepare_latents(self.pipe, self.module, model_config, generators)
         for i, request in enumerate(requests):
@@ -144,6 +149,7 @@ class DiffusersRollout:
     def begin(self) -> None:
         """Before a rollout: forget the times, and on the device the prompts, of the one before."""
         self.seconds, self._on_device = {}, {}
+        self.encoders.rollout_begins()
 
     def take_seconds(self) -> dict[str, float]:
         """Time spent in each phase since the last call."""
@@ -179,6 +185,7 @@ class DiffusersRollout:
         if key in self._prompts:
             self._prompts.move_to_end(key)
         else:
+            self.encoders.enter()
             encoded = self.adapter.encode_prompt(self.pipe, list(ids), model_config, images)
             self._prompts[key] = {k: v.cpu() for k, v in encoded.items()}
             if len(self._prompts) > self._prompt_cache_size:

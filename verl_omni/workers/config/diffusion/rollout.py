@@ -77,6 +77,9 @@ class DiffusionRolloutConfig:
     max_num_seqs: int = knob(32, "requests in one forward")
     request_batch_max_wait_ms: float = knob(20.0, "how long a batch that is not full waits for more requests")
     compile_vae: bool | None = knob(None, "compile the VAE's decoder; null: that of an image VAE, on a GPU")
+    encoder_offload: bool | None = knob(
+        None, "text encoders in CPU memory: true: when idle; false: never; null: once a rollout had no new prompt"
+    )
     pipeline: DiffusionPipelineConfig = knob(DiffusionPipelineConfig, "")
     algo: DiffusionRolloutAlgoConfig = knob(DiffusionRolloutAlgoConfig, "")
     val_kwargs: DiffusionValKwargs = knob(DiffusionValKwargs, "")
