@@ -44,6 +44,7 @@ COMMON = [
     "trainer.logger=[jsonl]",
     "trainer.resume_mode=disable",
     "reward.num_workers=4",
+    "actor_rollout_ref.rollout.agent.num_workers=2",
 ]
 SQUARE_512 = ["actor_rollout_ref.rollout.pipeline.height=512", "actor_rollout_ref.rollout.pipeline.width=512"]
 SQUARE_32 = ["actor_rollout_ref.rollout.pipeline.height=32", "actor_rollout_ref.rollout.pipeline.width=32"]
@@ -64,8 +65,8 @@ WORKS = {
     "sd35m": Work(
         "sd35_medium",
         96,
-        [*SQUARE_512, *SD3, "actor_rollout_ref.rollout.max_num_seqs=48",
-         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=48"],
+        [*SQUARE_512, *SD3, "actor_rollout_ref.rollout.max_num_seqs=24",
+         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=24"],
         {"flow_grpo's own loop, same card, batch 24": 1.19, "plain torch prototype, compiled": 2.90},
     ),
     "qwen-image": Work(

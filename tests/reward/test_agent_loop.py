@@ -69,7 +69,7 @@ def run(data, score, generate=None, servers=1, reward_workers=1, then=lambda ima
         return loop.run_until_complete(asyncio.wait_for(coroutine, GUARD))
 
     manager = object.__new__(DiffusionAgentLoopManager)  # its own __init__ starts processes
-    manager.num_servers = servers
+    manager.num_servers, manager._thread = servers, mock.Mock(submit=lambda work: mock.Mock(result=work))
     manager.workers = [Remote(generate_images=worker.generate_images, collect_scores=worker.collect_scores)]
     with mock.patch("ray.get", lambda calls: [wait(call) for call in calls]):
         images, scores = manager.generate_images(data)

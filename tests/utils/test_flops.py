@@ -1,3 +1,6 @@
+from unittest import mock
+
+import pytest
 import torch
 from diffusers import SD3Transformer2DModel
 from peft import LoraConfig
@@ -42,10 +45,17 @@ def test_costs_are_those_of_torchs_counter():
     with torch.no_grad():
         call(module, 3)
     call(module, 5).sum().backward()
-    assert meter.take() is None  # nothing is counted before it is asked for
-    meter.start_counting()
     meter._thread.shutdown(wait=True)
-    with torch.no_grad():
-        call(module, 3)
-    call(module, 5).sum().backward()
     assert meter.take() == counter.get_total_flops()
+
+
+def test_what_cannot_be_counted_is_said(monkeypatch):
+    module = transformer()
+    meter = FlopMeter([module])
+    monkeypatch.setattr("verl_omni.utils.flops.subprocess.run", lambda *a, **k: mock.Mock(returncode=1, stderr=b"no"))
+    with torch.no_grad():
+        call(module, 1)
+    meter._thread.shutdown(wait=True)
+    with pytest.warns(UserWarning, match="perf/mfu .* left out: the FLOPs of SD3Transformer2DModel"):
+        assert meter.take() is None
+    assert meter.take() is None

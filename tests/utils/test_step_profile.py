@@ -1,6 +1,6 @@
 import torch
 
-from verl_omni.utils.step_profile import StepProfile, gaps, kind_of, summary
+from verl_omni.utils.step_profile import StepProfile, gaps, kind_of, summary, totals
 
 
 def test_kernels_by_kind():
@@ -30,3 +30,8 @@ def test_profile_of_real_work(tmp_path):
     text = (tmp_path / "profile.txt").read_text()
     assert "aten::mm" in text and "matrix products" in text
     assert (tmp_path / "profile.json.gz").stat().st_size > 0
+
+
+def test_calls_of_one_kernel_are_added_up():
+    found = totals([("a", 1.0, 2.0), ("b", 2.0, 2.25), ("a", 3.0, 3.5)])
+    assert found == [("a", 1.5, 2), ("b", 0.25, 1)]

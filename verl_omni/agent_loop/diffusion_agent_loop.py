@@ -1,6 +1,7 @@
 """From prompts to scored trajectories: one task a sample, its reward asked for as soon as its image exists."""
 
 import asyncio
+import concurrent.futures
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -222,6 +223,7 @@ class DiffusionAgentLoopManager:
         reward_loop_worker_handles: list[ray.actor.ActorHandle] | None = None,
     ):
         self.num_servers = len(server_handles)
+        self._thread = concurrent.futures.ThreadPoolExecutor(1)
         worker = ray.remote(DiffusionAgentLoopWorker)
         self.workers = [
             worker.options(name=f"diffusion_agent_loop_{i}_{uuid.uuid4().hex[:6]}").remote(
@@ -242,7 +244,7 @@ class DiffusionAgentLoopManager:
         workers = self.workers[: len(chunks)]
         images = ray.get([w.generate_images.remote(c) for w, c in zip(workers, chunks, strict=True)])
         scores = [w.collect_scores.remote() for w in workers]
-        return join(images), lambda: join(ray.get(scores))
+        return join(images), self._thread.submit(lambda: join(ray.get(scores))).result
 
     def shutdown(self) -> None:
         for worker in self.workers:

@@ -92,18 +92,22 @@ def denoise(
 
     for i, t in enumerate(scheduler.timesteps):
         inside = [row for row, (start, end) in enumerate(windows) if start <= i < end]
-        slots = [i - windows[row][0] for row in inside]
         noise_level = torch.zeros(size)
         noise_level[inside] = algo.noise_level
+        # Indices that are lists would make the host wait for the device at each use.
+        rows, slots = (
+            torch.tensor(index, dtype=torch.long).to(latents.device, non_blocking=True)
+            for index in (inside, [i - windows[row][0] for row in inside])
+        )
         step = t.expand(size)
         if inside:
-            stored[inside, slots] = latents[inside]
-            timesteps[inside, slots] = t
+            stored[rows, slots] = latents[rows]
+            timesteps[rows, slots] = t
         inputs, negative = transformer_inputs(adapter, module, model_config, latents, step, conditions)
         if negative is not None:
             negative = {"velocity": adapter.forward(module, negative).float()}
             if inside and keep_uncond:
-                unconds[inside, slots] = negative["velocity"][inside]
+                unconds[rows, slots] = negative["velocity"][rows]
         latents, log_prob, mean, _ = scheduler.sample_previous_step(
             sample=latents,
             model_output=adapter.predict_velocity(module, model_config, inputs, negative),
@@ -113,8 +117,8 @@ def denoise(
             sde_type=algo.sde_type,
         )
         if inside:
-            log_probs[inside, slots] = log_prob[inside]
-            stored[inside, [s + 1 for s in slots]] = latents[inside]
+            log_probs[rows, slots] = log_prob[rows]
+            stored[rows, slots + 1] = latents[rows]
             if keep_means:
-                means[inside, slots] = mean[inside]
+                means[rows, slots] = mean[rows]
     return Trajectory(latents, stored, timesteps, log_probs, means, unconds)

@@ -1,6 +1,11 @@
 """How much arithmetic the transformer does, counted by torch's own counter on the meta device: no time, no memory."""
 
 import concurrent.futures
+import os
+import pickle
+import subprocess
+import sys
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,29 +32,25 @@ def peak_flops() -> float | None:
 
 
 class FlopMeter:
-    """Counts the rows that go through the transformers, and knows what a row costs with and without a gradient.
-
-    Costs are counted beside the steps after `start_counting`: the first step has compiling to do.
-    """
+    """Counts the rows that go through the transformers, and knows what a row costs with and without a gradient."""
 
     def __init__(self, parts: Iterable[torch.nn.Module]):
         self._rows: dict[tuple, int] = {}
-        self._calls: dict[tuple, tuple] = {}
         self._costs: dict[tuple, concurrent.futures.Future] = {}
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
+        self._failed = False
         for part in parts:
             part.register_forward_pre_hook(self._count, with_kwargs=True)
-
-    def start_counting(self) -> None:
-        """Begin with the calls seen so far that have no cost yet."""
-        for key, call in self._calls.items():
-            if key not in self._costs:
-                self._costs[key] = self._thread.submit(count_flops, *call)
 
     def take(self) -> float | None:
         """FLOPs since the last call; None as long as a cost is not known."""
         rows, self._rows = self._rows, {}
-        if not all(key in self._costs and self._costs[key].done() for key in rows):
+        if self._failed or not all(self._costs[key].done() for key in rows):
+            return None
+        error = next((self._costs[key].exception() for key in rows if self._costs[key].exception()), None)
+        if error is not None:
+            self._failed = True
+            warnings.warn(f"perf/mfu and perf/tflops are left out: {error}", stacklevel=2)
             return None
         return sum(count * self._costs[key].result() for key, count in rows.items())
 
@@ -58,38 +59,48 @@ class FlopMeter:
         rows = len(kwargs["hidden_states"])
         one_row = {k: _first_row(v, rows) for k, v in kwargs.items()}
         key = (id(part), grad, _shapes(one_row))
-        if key not in self._calls:
-            self._calls[key] = (part, _to_meta(args), {k: _to_meta(v) for k, v in one_row.items()}, grad)
+        if key not in self._costs:
+            adapter = getattr(part, "peft_config", {}).get("default")
+            call = (type(part), dict(part.config), adapter, _to_meta(args), _to_meta(one_row), grad)
+            self._costs[key] = self._thread.submit(count_in_a_process, call)
         self._rows[key] = self._rows.get(key, 0) + rows
+
+
+def count_in_a_process(call: tuple) -> float:
+    """`count_flops` apart from the training process.
+
+    Its default device would be that of every thread, and dynamo would compile what runs meanwhile anew, in pieces.
+    """
+    command = [sys.executable, "-m", "verl_omni.utils.flops"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, input=pickle.dumps(call), capture_output=True, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"the FLOPs of {call[0].__name__} cannot be counted: {done.stderr.decode()[-2000:]}")
+    return float(done.stdout.splitlines()[-1])
 
 
 def _first_row(value: Any, rows: int) -> Any:
     return value[:1] if isinstance(value, torch.Tensor | list) and len(value) == rows else value
 
 
-def count_flops(part: torch.nn.Module, args: tuple, kwargs: dict[str, Any], backward: bool) -> float:
+def count_flops(
+    cls: type, config: dict[str, Any], adapter: Any, args: tuple, kwargs: dict[str, Any], backward: bool
+) -> float:
     """FLOPs of one call with tensors of these shapes; with `backward`, of its gradient too."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    twin = _meta_twin(part)
-    with torch.device("meta"), FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
-        output = twin(*_to_meta(args), **_to_meta(kwargs))
-        if backward:
-            first = output[0] if isinstance(output, tuple) else output.sample
-            first = torch.stack(list(first)) if isinstance(first, list) else first
-            first.float().sum().backward()
+    with torch.device("meta"), torch.set_grad_enabled(backward):
+        twin = cls.from_config(config)
+        if adapter is not None:
+            twin.requires_grad_(False)
+            twin.add_adapter(adapter)
+        with FlopCounterMode(display=False) as counter:
+            output = twin(*args, **kwargs)
+            if backward:
+                first = output[0] if isinstance(output, tuple) else output.sample
+                first = torch.stack(list(first)) if isinstance(first, list) else first
+                first.float().sum().backward()
     return float(counter.get_total_flops())
-
-
-def _meta_twin(part: torch.nn.Module) -> torch.nn.Module:
-    """The same architecture without weights, with the same trainable parameters."""
-    with torch.device("meta"):
-        twin = type(part).from_config(part.config)
-    if getattr(part, "peft_config", None):
-        twin.requires_grad_(False)
-        with torch.device("meta"):
-            twin.add_adapter(part.peft_config["default"])
-    return twin
 
 
 def _to_meta(value: Any) -> Any:
@@ -111,3 +122,7 @@ def _shapes(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(_shapes(v) for v in value)
     return value if isinstance(value, int | float | str | bool | None) else type(value).__name__
+
+
+if __name__ == "__main__":
+    print(count_flops(*pickle.load(sys.stdin.buffer)))

@@ -1,6 +1,7 @@
 """Where the device's time goes in one training step, by kind of kernel."""
 
 import time
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -36,16 +37,26 @@ class StepProfile:
         wall = time.perf_counter() - self._began
         self._profile.stop()
         self._profile.export_chrome_trace(str(folder / "profile.json.gz"))
-        kernels = [
-            (e.key, (e.self_device_time_total if self.on_gpu else e.self_cpu_time_total) / 1e6, e.count)
-            for e in self._profile.key_averages()
-        ]
+        events = self._profile.profiler.kineto_results.events()
         spans = [
             (e.name(), e.start_ns() / 1e9, e.end_ns() / 1e9)
-            for e in self._profile.profiler.kineto_results.events()
+            for e in events
             if self.on_gpu == (e.device_type() == torch.autograd.DeviceType.CUDA)
         ]
+        # Kernels do not nest, and adding them up is quick; torch takes a minute for those of a large step.
+        kernels = totals(spans) if self.on_gpu else [
+            (e.key, e.self_cpu_time_total / 1e6, e.count) for e in self._profile.key_averages()
+        ]  # fmt: skip
         (folder / "profile.txt").write_text(summary(kernels, wall) + gaps(spans))
+
+
+def totals(spans: Iterable[tuple[str, float, float]]) -> list[tuple[str, float, int]]:
+    """(name, seconds, calls) of every kernel."""
+    seconds, calls = Counter(), Counter()
+    for name, start, stop in spans:
+        seconds[name] += stop - start
+        calls[name] += 1
+    return [(name, seconds[name], calls[name]) for name in seconds]
 
 
 def gaps(spans: Iterable[tuple[str, float, float]], longest: int = 15) -> str:

@@ -188,8 +188,6 @@ class DiffusionWorker(Worker):
         self._count_flops("update_actor")
         if self.rollout is not None:
             metrics |= {f"timing_s/gen_{phase}": s for phase, s in self.rollout.take_seconds().items()}
-        if self.flop_meter is not None:
-            self.flop_meter.start_counting()
         flops, self.flops = self.flops, {}
         if flops and None not in flops.values():
             metrics |= {f"flops/{stage}": value for stage, value in flops.items()}

@@ -143,6 +143,6 @@ def _column_shape(x: torch.Tensor) -> tuple[int, ...]:
 
 
 def _column(value: torch.Tensor | float, x: torch.Tensor) -> torch.Tensor:
-    """A number per sample, as float32 of shape (B, 1, ..., 1) on x's device."""
-    value = torch.as_tensor(value, dtype=torch.float32, device=x.device)
+    """A number per sample, as float32 of shape (B, 1, ..., 1) on x's device; the host does not wait for it."""
+    value = torch.as_tensor(value, dtype=torch.float32).to(x.device, non_blocking=True)
     return value.reshape(-1).expand(x.shape[0]).reshape(_column_shape(x))

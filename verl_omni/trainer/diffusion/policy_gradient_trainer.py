@@ -86,7 +86,7 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
         batch.non_tensor_batch["sample_id"] = object_array(list(range(len(batch))))
         output, scores = self._generate_images(batch, self.algorithm.rollout_policy)
         output.batch["sample_id"] = torch.arange(len(output))
-        return output[order], lambda: scores()[order]
+        return output[order], lambda: scores().select(batch_keys=["rm_scores"])[order]
 
     def _for_training(self, batch: DataProto, keys: tuple[str, ...] = ()) -> DataProto:
         """Only the tensors that the workers need: no images, no second copy of anything."""

@@ -34,7 +34,7 @@ def micro_batches(data: dict[str, torch.Tensor], size: int) -> Iterator[tuple[di
 
 def take_pairs(data: dict[str, torch.Tensor], rows: torch.Tensor, steps: torch.Tensor) -> dict[str, torch.Tensor]:
     device = data["all_timesteps"].device
-    rows, steps = rows.to(device), steps.to(device)
+    rows, steps = (index.to(device, non_blocking=True) for index in (rows, steps))  # the host runs ahead
     batch = {
         "latents": data["all_latents"][rows, steps][:, None],
         "prev_latents": data["all_latents"][rows, steps + 1],

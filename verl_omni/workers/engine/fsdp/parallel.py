@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import threading
 from typing import Any
 
 import torch
@@ -31,11 +32,20 @@ def compile_blocks(parts: dict[str, torch.nn.Module], backend: str = "inductor")
     dynamo.config.recompile_limit = 64
     dynamo.config.accumulated_recompile_limit = 1024
     dynamo.config.fail_on_recompile_limit_hit = True
+    if backend == "inductor":
+        threading.Thread(target=start_compilers, daemon=True).start()
     for part in parts.values():
         blocks = repeated_blocks(part)
         for block in blocks:
             block.compile(backend=backend)
         enter_like_the_others(blocks[0])
+
+
+def start_compilers() -> None:
+    """Inductor's processes take seconds to start: they can do so while the rest of the model is loaded."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    AsyncCompile.warm_pool()
 
 
 def enter_like_the_others(block: torch.nn.Module) -> None:

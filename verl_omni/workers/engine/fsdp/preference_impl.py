@@ -74,7 +74,7 @@ class PreferenceDiffusersFSDPEngine(DiffusersFSDPEngine):
 
 def take_rows(data: dict[str, torch.Tensor], rows: torch.Tensor, levels: torch.Tensor) -> dict[str, torch.Tensor]:
     device = data["sigma"].device
-    rows, levels = rows.to(device), levels.to(device)
+    rows, levels = (index.to(device, non_blocking=True) for index in (rows, levels))  # the host runs ahead
     return {
         key: value[rows, levels] if key in LEVEL_KEYS else value[rows]
         for key, value in data.items()
