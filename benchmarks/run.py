@@ -66,14 +66,15 @@ WORKS = {
         "sd35_medium",
         96,
         [*SQUARE_512, *SD3, "actor_rollout_ref.rollout.max_num_seqs=24",
-         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=24"],
+         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=24",
+         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=48"],
         {"flow_grpo's own loop, same card, batch 24": 1.19, "plain torch prototype, compiled": 2.90},
     ),
     "qwen-image": Work(
         "qwen_image",
         32,
         [*SQUARE_512, *QWEN, "actor_rollout_ref.rollout.max_num_seqs=16",
-         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4"],
+         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8"],
         {"verl-omni, published, 4 x H800": 0.305},
     ),
     "tiny-sd3": Work(

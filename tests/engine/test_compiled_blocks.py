@@ -24,13 +24,13 @@ def module() -> SD3Transformer2DModel:
     return module
 
 
-def run(module: torch.nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def run(module: torch.nn.Module, rows: int = 2) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     velocity = module(
-        hidden_states=torch.randn(2, 4, 8, 8, generator=generator),
-        timestep=torch.tensor([300.0, 700.0]),
-        encoder_hidden_states=torch.randn(2, 5, 16, generator=generator),
-        pooled_projections=torch.randn(2, 16, generator=generator),
+        hidden_states=torch.randn(rows, 4, 8, 8, generator=generator),
+        timestep=torch.linspace(300.0, 700.0, rows),
+        encoder_hidden_states=torch.randn(rows, 5, 16, generator=generator),
+        pooled_projections=torch.randn(rows, 16, generator=generator),
         return_dict=False,
     )[0]
     module.zero_grad()
@@ -69,6 +69,26 @@ def test_one_graph_for_each_kind(module, graphs, backend):
     module.enable_gradient_checkpointing()
     torch.testing.assert_close(run(module)[1], gradients)
     assert len(graphs) == 6
+
+
+def sizes(graph: torch.fx.GraphModule) -> list[int | torch.SymInt]:
+    inputs = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+    return [size for value in inputs if isinstance(value, torch.Tensor) for size in value.shape]
+
+
+def test_rollout_and_update_have_sizes_of_their_own(module, graphs, backend):
+    """A graph for any size is slower: it is for a second size of the same kind of call, not for the other kind."""
+    compile_blocks({"transformer": module}, backend=backend)
+    with torch.no_grad():
+        run(module, rows=2)
+    run(module, rows=3)
+    assert len(graphs) == 6
+    assert all(isinstance(size, int) for graph in graphs for size in sizes(graph))
+    run(module, rows=4)
+    assert any(isinstance(size, torch.SymInt) for graph in graphs[6:] for size in sizes(graph))
+    count = len(graphs)
+    run(module, rows=5)
+    assert len(graphs) == count
 
 
 def test_every_block_gets_rows_that_lie_side_by_side(module):

@@ -15,7 +15,7 @@ from verl_omni.workers.config import (
     DiffusionRolloutAlgoConfig,
     DiffusionRolloutConfig,
 )
-from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
+from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout, equal_parts
 
 STEPS = 4
 PROMPTS = ["a cat", 'a sign that reads "407", on a wall of old red bricks in the evening light', "two cups by the sea"]
@@ -192,3 +192,8 @@ def test_guidance_without_a_negative_prompt_is_an_error_for_the_caller():
     engine = rollout(cfg=True)
     with pytest.raises(ValueError, match="no negative_prompt_ids"):
         asyncio.run(asyncio.wait_for(engine.generate(list(ids("a cat")), {"seed": 0}, "0"), GUARD))
+
+
+@pytest.mark.parametrize(("total", "size"), [(1, 1), (16, 16), (17, 9), (24, 12), (32, 16), (48, 16)])
+def test_images_are_decoded_in_equal_parts(total, size):
+    assert equal_parts(total, most=16) == size

@@ -7,6 +7,7 @@ answers the same `generate` call as a vLLM-Omni server.
 import collections
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ class DiffusersRollout:
         self._prompts: collections.OrderedDict[tuple, Conditions] = collections.OrderedDict()
         self._on_device: dict[tuple, Conditions] = {}
         self._prompt_cache_size = prompt_cache_size
-        self.decode_batch_size = decode_batch_size
+        self.decode_batch_size = equal_parts(config.max_num_seqs, decode_batch_size)
         self.seconds: dict[str, float] = {}
 
     async def generate(
@@ -192,6 +193,11 @@ class DiffusersRollout:
                 self._prompts.popitem(last=False)
         self._on_device[key] = {k: v.to(self.device) for k, v in self._prompts[key].items()}
         return self._on_device[key]
+
+
+def equal_parts(total: int, most: int) -> int:
+    """The size of as few equal parts as possible: 24 in parts of up to 16 are two of 12."""
+    return math.ceil(total / math.ceil(total / most))
 
 
 def stack_conditions(rows: list[Conditions]) -> Conditions:

@@ -101,14 +101,15 @@ class DiffusersFSDPEngine(BaseEngine):
         self.to("cpu", model=self.is_param_offload_enabled, optimizer=False, grad=False)
 
     def _folds_lora(self) -> bool:
-        """By default where the second copy of the adapted weights takes less than 40 % of a GPU's memory."""
+        """By default on a GPU whose memory has a quarter left beside the weights and a copy of the adapted ones."""
         if self.model_config.lora_rank == 0 or self.sharded or self.engine_config.fold_lora is False:
             return False
         if self.engine_config.fold_lora is None:
             if self.device.type != "cuda" or self.engine_config.param_offload:
                 return False
+            weights = sum(p.nbytes for part in self.parts.values() for p in part.parameters())
             memory = torch.cuda.get_device_properties(self.device).total_memory
-            return FoldedLora.bytes_needed(self.parts.values()) < 0.4 * memory
+            return weights + FoldedLora.bytes_needed(self.parts.values()) < 0.75 * memory
         if self.engine_config.param_offload:
             raise ValueError(
                 "fsdp_config.fold_lora=true keeps two copies of the weights on the device, which param_offload=true is "

@@ -40,14 +40,14 @@ def lora_layers(parts: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
 class FoldedLora:
     """A second copy of the adapted weights with W + scaling * B A in it, swapped in for a rollout.
 
-    The frozen weights themselves are never written: adding and subtracting in bfloat16 would wear them down.
+    The frozen weights themselves are never written: adding and subtracting in bfloat16 would wear them down. The copy
+    exists during a rollout only, so that an update has its memory.
     """
 
     def __init__(self, parts: Iterable[torch.nn.Module]):
         self.parts = list(parts)
         self.layers = lora_layers(self.parts)
         self.frozen = [layer.get_base_layer().weight.data for layer in self.layers]
-        self.folded: list[torch.Tensor] = []
 
     @staticmethod
     def bytes_needed(parts: Iterable[torch.nn.Module]) -> int:
@@ -55,11 +55,9 @@ class FoldedLora:
 
     @torch.no_grad()
     def swap_in(self) -> None:
-        if not self.folded:
-            self.folded = [torch.empty_like(w) for w in self.frozen]
-        for layer, frozen, folded in zip(self.layers, self.frozen, self.folded, strict=True):
-            folded.copy_(frozen + layer.get_delta_weight("default").float())
-            layer.get_base_layer().weight.data = folded
+        for layer, frozen in zip(self.layers, self.frozen, strict=True):
+            folded = frozen + layer.get_delta_weight("default").float()
+            layer.get_base_layer().weight.data = folded.to(frozen.dtype)
         for part in self.parts:
             part.disable_adapters()
 

@@ -1,8 +1,11 @@
 """How a module is compiled and spread over ranks."""
 
+import functools
 import inspect
 import os
 import threading
+import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,15 +40,44 @@ def compile_blocks(parts: dict[str, torch.nn.Module], backend: str = "inductor")
     for part in parts.values():
         blocks = repeated_blocks(part)
         for block in blocks:
-            block.compile(backend=backend)
+            block.forward = compiled_by_mode(block, backend)
         enter_like_the_others(blocks[0])
 
 
 def start_compilers() -> None:
-    """Inductor's processes take seconds to start: they can do so while the rest of the model is loaded."""
+    """What inductor does once takes seconds: it can happen while the rest of the model is loaded."""
     from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import torch_key
 
     AsyncCompile.warm_pool()
+    torch_key()
+
+
+def compiled_by_mode(block: torch.nn.Module, backend: str) -> Callable:
+    """The block's forward, compiled apart with and without a gradient.
+
+    Where dynamo sees a second size it goes on with graphs for any size, which are slower. It remembers sizes by
+    function: rollouts of 24 rows and updates on 48 are to be two functions, each with one size.
+    """
+    forward = type(block).forward
+    compiled = {
+        grad: torch.compile(types.MethodType(renamed(forward, suffix), block), backend=backend)
+        for grad, suffix in ((True, "with_gradient"), (False, "without_gradient"))
+    }
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled[torch.is_grad_enabled()](*args, **kwargs)
+
+    return call
+
+
+@functools.cache
+def renamed(function: types.FunctionType, suffix: str) -> types.FunctionType:
+    """A copy that dynamo takes for another function."""
+    code = function.__code__.replace(co_name=f"{function.__name__}_{suffix}")
+    copy = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def enter_like_the_others(block: torch.nn.Module) -> None:
@@ -54,7 +86,7 @@ def enter_like_the_others(block: torch.nn.Module) -> None:
     SD3's patch embedding hands over (B, L, C) as a transposed view, a layout that every residual sum after it would
     keep, and under LoRA what it hands over needs no gradient, where the inputs of later blocks do.
     """
-    compiled, names = block._compiled_call_impl, list(inspect.signature(block.forward).parameters)
+    forward, names = block.forward, list(inspect.signature(type(block).forward).parameters)[1:]
     joint = getattr(block.attn, "add_q_proj", None) is not None if hasattr(block, "attn") else False
     streams = {"hidden_states", "encoder_hidden_states"} if joint else {"hidden_states"}
 
@@ -67,9 +99,9 @@ def enter_like_the_others(block: torch.nn.Module) -> None:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         args = tuple(alike(name, value) for name, value in zip(names, args, strict=False))
-        return compiled(*args, **{name: alike(name, value) for name, value in kwargs.items()})
+        return forward(*args, **{name: alike(name, value) for name, value in kwargs.items()})
 
-    block._compiled_call_impl = call
+    block.forward = call
 
 
 def shard(
