@@ -41,7 +41,7 @@ class LocalAgentLoops:
         self.worker, self.loop = worker, asyncio.new_event_loop()
 
     def generate_images(self, batch: DataProto) -> tuple[DataProto, Callable[[], DataProto]]:
-        assign(batch, num_servers=1)
+        assign(batch, 1, 1, self.worker.config.actor_rollout_ref.rollout.max_num_seqs)
         images = self.loop.run_until_complete(self.worker.generate_images(batch))
         return images, lambda: self.loop.run_until_complete(self.worker.collect_scores())
 

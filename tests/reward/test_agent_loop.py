@@ -32,8 +32,9 @@ class Remote:
             setattr(self, name, type("Method", (), {"remote": staticmethod(method)}))
 
 
-def config(batch_size: int = 4):
+def config(batch_size: int = 4, max_num_seqs: int = 32):
     tree = OmegaConf.structured(DiffusionTrainerConfig)
+    tree.actor_rollout_ref.rollout.max_num_seqs = max_num_seqs
     tree.actor_rollout_ref.model.path = str(tiny_checkpoint())
     tree.reward.batch_size = batch_size
     return tree
@@ -69,7 +70,9 @@ def run(data, score, generate=None, servers=1, reward_workers=1, then=lambda ima
         return loop.run_until_complete(asyncio.wait_for(coroutine, GUARD))
 
     manager = object.__new__(DiffusionAgentLoopManager)  # its own __init__ starts processes
-    manager.num_servers, manager._thread = servers, mock.Mock(submit=lambda work: mock.Mock(result=work))
+    manager.num_servers, manager.num_reward_workers = servers, reward_workers
+    manager.max_num_seqs = tree.actor_rollout_ref.rollout.max_num_seqs
+    manager._thread = mock.Mock(submit=lambda work: mock.Mock(result=work))
     manager.workers = [Remote(generate_images=worker.generate_images, collect_scores=worker.collect_scores)]
     with mock.patch("ray.get", lambda calls: [wait(call) for call in calls]):
         images, scores = manager.generate_images(data)
@@ -115,6 +118,24 @@ def test_an_image_is_scored_while_others_are_still_being_made():
 
     run(batch(["a", "a"]), score, generate)
     assert order == ["image 0", "score 0", "image 1", "score 1"]
+
+
+def test_a_batch_of_rewards_does_not_wait_for_the_next_forward():
+    """Four images fit into a call of the reward, but an engine that makes two at a time has them in two calls."""
+    first_scored, calls = asyncio.Event(), []
+
+    async def generate(prompt_ids, sampling_params, **rest):
+        if sampling_params["seed"] >= 2:
+            await first_scored.wait()
+        return ImageOutput(torch.zeros(3, 2, 2, dtype=torch.uint8))
+
+    async def score(images, prompts):
+        calls.append(prompts)
+        first_scored.set()
+        return [1.0] * len(images)
+
+    run(batch(["a"] * 4), score, generate, max_num_seqs=2)
+    assert calls == [["prompt 0", "prompt 1"], ["prompt 2", "prompt 3"]]
 
 
 def test_trajectories_are_there_before_the_scores():

@@ -145,12 +145,8 @@ class DiffusionAgentLoopWorker:
             tensors={"responses": output.response[None]},
             non_tensors={k: np.array([row[k]], dtype=object) for k in keys if k in row},
         )
-        count = len(self.reward_workers)
-        index, total = row["sample"]
-        mine = (total - index % count + count - 1) // count
-        one.meta_info["position"] = (index // count, mine)
-        worker = self.reward_workers[index % count]
-        result = await worker.compute_score.remote(one)
+        one.meta_info |= {"burst": row["burst"], "position": row["reward_place"]}
+        result = await self.reward_workers[row["reward_worker"]].compute_score.remote(one)
         output.reward_score = result["reward_score"]
         output.reward_extra_info = result.get("reward_extra_info", {})
         output.score_time = time.perf_counter()
@@ -222,7 +218,8 @@ class DiffusionAgentLoopManager:
         server_handles: list[ray.actor.ActorHandle],
         reward_loop_worker_handles: list[ray.actor.ActorHandle] | None = None,
     ):
-        self.num_servers = len(server_handles)
+        self.num_servers, self.num_reward_workers = len(server_handles), len(reward_loop_worker_handles or [None])
+        self.max_num_seqs = config.actor_rollout_ref.rollout.max_num_seqs
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
         worker = ray.remote(DiffusionAgentLoopWorker)
         self.workers = [
@@ -239,7 +236,7 @@ class DiffusionAgentLoopManager:
 
     def generate_images(self, batch: DataProto) -> tuple[DataProto, Callable[[], DataProto]]:
         """(trajectories, what waits for pixels and scores): the caller can go on while rewards are computed."""
-        assign(batch, self.num_servers)
+        assign(batch, self.num_servers, self.num_reward_workers, self.max_num_seqs)
         chunks = [batch[list(c)] for c in np.array_split(np.arange(len(batch)), len(self.workers)) if len(c)]
         workers = self.workers[: len(chunks)]
         images = ray.get([w.generate_images.remote(c) for w, c in zip(workers, chunks, strict=True)])
@@ -251,17 +248,24 @@ class DiffusionAgentLoopManager:
             ray.kill(worker)
 
 
-def assign(batch: DataProto, num_servers: int) -> None:
-    """Give every row its engine, where it has none yet, and its places in two bursts: a run then repeats bit for bit.
+def assign(batch: DataProto, num_servers: int, num_reward_workers: int, max_num_seqs: int) -> None:
+    """Give every row its engine, where it has none yet, its reward worker, and its places in their bursts.
 
-    `position` is the place among its engine's requests, `sample` that among the rewards of its data_source: those that
-    are batched together have to count together, or they wait for rows that never come.
+    Batches are blocks of a burst, whatever the order of arrival: a run then repeats bit for bit. `position` is the
+    place among its engine's requests. Images that one forward of the engine makes are a burst of rewards
+    (`reward_place`): none waits for images of a later forward.
     """
     rows, size = batch.non_tensor_batch, len(batch)
     if "server" not in rows:
         rows["server"] = object_array([i * num_servers // size for i in range(size)])
-    rows["position"] = object_array(places(rows["server"]))
-    rows["sample"] = object_array(places(rows["data_source"]))
+    positions = places(rows["server"])
+    forwards = [index // max_num_seqs for index, _ in positions]
+    workers = [i % num_reward_workers for i in range(size)]
+    bursts = list(zip(rows["server"], forwards, strict=True))
+    rows["position"] = object_array(positions)
+    rows["burst"] = object_array(bursts)
+    rows["reward_worker"] = object_array(workers)
+    rows["reward_place"] = object_array(places(zip(rows["data_source"], bursts, workers, strict=True)))
 
 
 def places(keys: Iterable[Hashable]) -> list[tuple[int, int]]:

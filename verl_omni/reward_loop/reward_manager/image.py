@@ -53,7 +53,8 @@ class ImageRewardManager(RewardManagerBase):
         }
         function, batcher = self._function(sample["data_source"])
         if function.batched:
-            answer = await batcher.submit(sample, sample["data_source"], data.meta_info.get("position"))
+            kind = (sample["data_source"], data.meta_info.get("burst"))
+            answer = await batcher.submit(sample, kind, data.meta_info.get("position"))
         else:
             (answer,) = await function.score([sample], self.services)
         extra = {k: v for k, v in answer.items() if k != "score"}
