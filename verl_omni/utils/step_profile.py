@@ -25,7 +25,7 @@ class StepProfile:
     def __init__(self, device: torch.device):
         self.on_gpu = device.type == "cuda"
         activity = ProfilerActivity.CUDA if self.on_gpu else ProfilerActivity.CPU
-        self._profile = profile(activities=[activity], acc_events=True)
+        self._profile = profile(activities=[activity])
 
     def start(self) -> None:
         self._profile.start()
