@@ -168,8 +168,14 @@ class ScoredBatch:
 
         self._images = [asyncio.create_task(loop) for loop in loops]
         self._scores = [asyncio.create_task(scored(*pair)) for pair in zip(self._images, rows, strict=True)]
-        for task in self._images + self._scores:  # only the first failure is told
-            task.add_done_callback(lambda t: t.cancelled() or t.exception())
+        self._failure = asyncio.get_running_loop().create_future()
+        for task in self._images + self._scores:
+            task.add_done_callback(self._note_failure)
+
+    def _note_failure(self, task: asyncio.Task) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._failure.done():
+            self._failure.set_result(error)  # the first one is told
 
     async def images(self) -> list[DiffusionAgentLoopOutput]:
         """All images; their scores may still be missing."""
@@ -179,12 +185,11 @@ class ScoredBatch:
         return await self._results(self._scores)
 
     async def _results(self, wanted: list[asyncio.Task]) -> list[DiffusionAgentLoopOutput]:
-        running = set(self._images + self._scores)
+        results = asyncio.gather(*wanted, return_exceptions=True)
         try:
-            while not all(task.done() for task in wanted):
-                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
+            await asyncio.wait([results, self._failure], return_when=asyncio.FIRST_COMPLETED)
+            if self._failure.done():
+                raise self._failure.result()
             return [task.result() for task in wanted]
         except BaseException:
             for task in self._images + self._scores:
