@@ -89,7 +89,6 @@ def measure(work: str, images: int, overrides: list[str], moments: str) -> dict[
     """In this process: seconds and peak memory of the second step. Adam's first moments after it go to a file."""
     import torch
     from hydra import compose, initialize_config_module
-    from verl.utils.device import get_torch_device
 
     from benchmarks.local_trainer import LocalTrainer
     from verl_omni.trainer.config import schema
@@ -116,8 +115,8 @@ def measure(work: str, images: int, overrides: list[str], moments: str) -> dict[
         _, metrics = trainer.training_step(next(batches), timing)
     state = trainer.actor_wg.engine.optimizer.state.values()
     torch.save(torch.cat([s["exp_avg"].detach().float().cpu().flatten() for s in state]), moments)
-    reserved = get_torch_device().max_memory_reserved() / 2**30
-    return {"gib": metrics["perf/max_memory_allocated_gb"], "reserved": reserved, **timing}
+    peaks = {name: metrics[f"perf/max_memory_{name}_gb"] for name in ("allocated", "reserved")}
+    return {**peaks, **timing}
 
 
 def cosine(path: Path, other: Path) -> float:
@@ -134,10 +133,8 @@ def row(name: str, images: int, found: dict[str, float] | str, agreement: float 
     gen, update = found["gen"], found["update_actor"]
     step = gen + found.get("ref", 0.0) + update
     shown = "" if agreement is None else f"{agreement:.4f}"
-    return (
-        f"| {name} | {images} | {found['gib']:.1f} | {found['reserved']:.1f} | {gen:.2f} | {update:.2f} | {step:.2f} "
-        f"| {shown} |"
-    )
+    memory = f"{found['allocated']:.1f} | {found['reserved']:.1f}"
+    return f"| {name} | {images} | {memory} | {gen:.2f} | {update:.2f} | {step:.2f} | {shown} |"
 
 
 def main() -> None:

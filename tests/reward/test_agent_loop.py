@@ -13,6 +13,7 @@ from verl.protocol import DataProto
 from verl_omni.agent_loop.diffusion_agent_loop import (
     DiffusionAgentLoopManager,
     DiffusionAgentLoopWorker,
+    assign,
     join,
     side_by_side,
 )
@@ -54,7 +55,7 @@ def batch(sources: list[str]) -> DataProto:
     return data
 
 
-def run(data, score, generate=None, servers=1, reward_workers=1, then=lambda images: None, **settings):
+def run(data, score, generate=None, servers=1, reward_workers=1, then=None, **settings):
     async def image(prompt_ids, sampling_params, **rest):
         return ImageOutput(torch.full((3, 2, 2), sampling_params["seed"], dtype=torch.uint8))
 
@@ -74,6 +75,9 @@ def run(data, score, generate=None, servers=1, reward_workers=1, then=lambda ima
     manager.max_num_seqs = tree.actor_rollout_ref.rollout.max_num_seqs
     manager._thread = mock.Mock(submit=lambda work: mock.Mock(result=work))
     manager.workers = [Remote(generate_images=worker.generate_images, collect_scores=worker.collect_scores)]
+    if then is None:
+        assign(data, servers, reward_workers, manager.max_num_seqs)
+        return wait(worker.generate_sequences(data))
     with mock.patch("ray.get", lambda calls: [wait(call) for call in calls]):
         images, scores = manager.generate_images(data)
         then(images)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from diffusers import SD3Transformer2DModel
 from peft import LoraConfig
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -45,6 +46,18 @@ def test_costs_are_those_of_torchs_counter():
     with torch.no_grad():
         call(module, 3)
     call(module, 5).sum().backward()
+    meter._thread.shutdown(wait=True)
+    assert meter.take() == counter.get_total_flops()
+
+
+def test_a_sharded_module_costs_the_same():
+    module = transformer()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        call(module, 2)
+    module.__class__ = type("FSDPSD3Transformer2DModel", (FSDPModule, SD3Transformer2DModel), {})  # as fully_shard does
+    meter = FlopMeter([module])
+    with torch.no_grad():
+        call(module, 2)
     meter._thread.shutdown(wait=True)
     assert meter.take() == counter.get_total_flops()
 

@@ -234,11 +234,6 @@ class DiffusionAgentLoopManager:
             for i in range(config.actor_rollout_ref.rollout.agent.num_workers)
         ]
 
-    def generate_sequences(self, batch: DataProto) -> DataProto:
-        """Images with their trajectories and scores."""
-        images, scores = self.generate_images(batch)
-        return side_by_side(images, scores())
-
     def generate_images(self, batch: DataProto) -> tuple[DataProto, Callable[[], DataProto]]:
         """(trajectories, what waits for pixels and scores): the caller can go on while rewards are computed."""
         assign(batch, self.num_servers, self.num_reward_workers, self.max_num_seqs)

@@ -61,7 +61,7 @@ class FlopMeter:
         key = (id(part), grad, _shapes(one_row))
         if key not in self._costs:
             adapter = getattr(part, "peft_config", {}).get("default")
-            call = (type(part), dict(part.config), adapter, _to_meta(args), _to_meta(one_row), grad)
+            call = (_written_class(part), dict(part.config), adapter, _to_meta(args), _to_meta(one_row), grad)
             self._costs[key] = self._thread.submit(count_in_a_process, call)
         self._rows[key] = self._rows.get(key, 0) + rows
 
@@ -77,6 +77,13 @@ def count_in_a_process(call: tuple) -> float:
     if done.returncode:
         raise RuntimeError(f"the FLOPs of {call[0].__name__} cannot be counted: {done.stderr.decode()[-2000:]}")
     return float(done.stdout.splitlines()[-1])
+
+
+def _written_class(part: torch.nn.Module) -> type:
+    """The class as it is written: FSDP gives a sharded module one of its own, which no other process can find."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return next(cls for cls in type(part).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def _first_row(value: Any, rows: int) -> Any:

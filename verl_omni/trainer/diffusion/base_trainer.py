@@ -21,7 +21,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, Res
 from verl.trainer.ppo.utils import Role
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
-from verl_omni.agent_loop.diffusion_agent_loop import side_by_side
+from verl_omni.agent_loop.diffusion_agent_loop import DiffusionAgentLoopManager, side_by_side
 from verl_omni.algorithms.registry import get_algorithm
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.trainer.diffusion import checkpointing
@@ -105,7 +105,6 @@ class BaseRayDiffusionTrainer:
         )
         self.reward_loop_manager = self.agent_loop_manager = None
         if self.online:
-            from verl_omni.agent_loop import DiffusionAgentLoopManager
             from verl_omni.reward_loop import RewardLoopManager
 
             # Their processes start up while the workers load the model.
