@@ -131,7 +131,7 @@ def row(name: str, images: int, found: dict[str, float] | str, agreement: float 
     if isinstance(found, str):
         return f"| {name} | {images} | {found} | | | | | |"
     gen, update = found["gen"], found["update_actor"]
-    step = gen + found.get("ref", 0.0) + update
+    step = gen + found.get("ref", 0.0) + found["reward"] + update
     shown = "" if agreement is None else f"{agreement:.4f}"
     memory = f"{found['allocated']:.1f} | {found['reserved']:.1f}"
     return f"| {name} | {images} | {memory} | {gen:.2f} | {update:.2f} | {step:.2f} | {shown} |"
