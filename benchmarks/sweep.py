@@ -10,10 +10,11 @@ The step is the trainer's own, after one that is not timed. `memory` and `cost` 
 """
 
 import argparse
-import json
-import subprocess
+import os
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.run import WORKS, settings
@@ -50,24 +51,26 @@ MEMORY: dict[str, Settings] = {
         "full, micro-batch 16, checkpointing, offload": (16, [*FEW, *FULL, *micro(16), *CHECKPOINTING, *OFFLOAD]),
     },
     "qwen-image": {
-        "LoRA, micro-batch 4, folded": (8, [*FEW, *micro(4)]),
-        "LoRA, micro-batch 4": (8, [*FEW, *micro(4), *UNFOLDED]),
-        "LoRA, micro-batch 2": (8, [*FEW, *micro(2), *UNFOLDED]),
-        "LoRA, micro-batch 16, checkpointing": (8, [*FEW, *micro(16), *CHECKPOINTING, *UNFOLDED]),
+        "LoRA, micro-batch 8, folded": (16, [*FEW, *micro(8)]),
+        "LoRA, micro-batch 4": (16, [*FEW, *micro(4), *UNFOLDED]),
+        "LoRA, micro-batch 2": (16, [*FEW, *micro(2), *UNFOLDED]),
+        "LoRA, micro-batch 16, checkpointing": (16, [*FEW, *micro(16), *CHECKPOINTING, *UNFOLDED]),
         "LoRA, micro-batch 16, checkpointing, offload": (
-            8,
+            16,
             [*FEW, *micro(16), *CHECKPOINTING, *UNFOLDED, *OFFLOAD],
         ),
+        "full, micro-batch 1, checkpointing": (16, [*FEW, *FULL, *micro(1), *CHECKPOINTING]),
     },
 }
+EIGHT = [*micro(8), f"{ROLLOUT}.max_num_seqs=8", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8"]
 COST: Settings = {
-    "8 images": (8, []),
-    "16 images": (16, []),
-    "32 images": (32, []),
-    "8 images of 256 x 256": (8, square(256)),
-    "8 images of 1024 x 1024": (8, [*square(1024), *micro(8)]),
-    "8 images, 5 steps": (8, steps(5)),
-    "8 images, 20 steps": (8, steps(20)),
+    "8 images": (8, EIGHT),
+    "16 images": (16, EIGHT),
+    "32 images": (32, EIGHT),
+    "8 images of 256 x 256": (8, [*EIGHT, *square(256)]),
+    "8 images of 1024 x 1024": (8, [*EIGHT, *square(1024)]),
+    "8 images, 5 steps": (8, [*EIGHT, *steps(5)]),
+    "8 images, 20 steps": (8, [*EIGHT, *steps(20)]),
 }
 SPEED: Settings = {
     "everything on": (48, []),
@@ -85,8 +88,18 @@ SMALL: Settings = {
 }
 
 
-def measure(work: str, images: int, overrides: list[str], moments: str) -> dict[str, float]:
-    """In this process: seconds and peak memory of the second step. Adam's first moments after it go to a file."""
+def import_everything() -> None:
+    """Once, for all settings: each is measured in a fork, which finds it imported. No fork may find CUDA in use."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asks the driver whether there is a GPU, and leaves it alone
+    import diffusers.loaders.peft  # noqa: F401
+    import torch._inductor.compile_fx
+    import torch._inductor.select_algorithm  # noqa: F401
+
+    import benchmarks.local_trainer  # noqa: F401
+
+
+def measure(work: str, images: int, overrides: list[str], moments: Path) -> dict[str, float]:
+    """Seconds and peak memory of the second step. Adam's first moments after it go to a file."""
     import torch
     from hydra import compose, initialize_config_module
 
@@ -119,6 +132,18 @@ def measure(work: str, images: int, overrides: list[str], moments: str) -> dict[
     return {**peaks, **timing}
 
 
+def measure_apart(*setting: object) -> dict[str, float] | str:
+    """`measure` in a process of its own, or that its memory did not suffice."""
+    import torch
+
+    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as process:
+        try:
+            return process.submit(measure, *setting).result()
+        except torch.OutOfMemoryError as error:
+            print(error, file=sys.stderr)
+            return "out of memory"
+
+
 def cosine(path: Path, other: Path) -> float:
     """Of the gradients of two runs, by the first moments that they left."""
     import torch
@@ -142,33 +167,23 @@ def main() -> None:
     parser.add_argument("what", choices=["memory", "cost", "speed"])
     parser.add_argument("work", nargs="?", choices=list(MEMORY), help="the model")
     parser.add_argument("--small", action="store_true", help="a tiny model, for a CPU")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # a setting as JSON: measured here, in this process
     options = parser.parse_args()
-    if options.one:
-        print(json.dumps(measure(*json.loads(options.one))))
-        return
     if not options.small and not options.work:
         parser.error(f"name the model: {', '.join(MEMORY)}, or --small")
     work = "tiny-sd3" if options.small else options.work
-    table = SMALL if options.small else {"memory": MEMORY[work], "cost": COST, "speed": SPEED}[options.what]
+    table = {"memory": MEMORY.get(work, SMALL), "cost": COST, "speed": SPEED}[options.what]
+    if options.small:
+        table = SMALL if options.what != "speed" else {name: (8, given) for name, (_, given) in SPEED.items()}
+    import_everything()
     heads = ["setting", "images", "peak GiB", "reserved GiB", "rollout s", "update s", "step s", "cosine"]
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for i, (name, (images, overrides)) in enumerate(table.items()):
             moments = Path(folder) / f"{i}.pt"
             given = overrides if options.what == "speed" else [*EAGER, *overrides]
-            one = json.dumps([work, images, given, str(moments)])
-            command = [sys.executable, "-m", "benchmarks.sweep", options.what, "--one", one]
-            done = subprocess.run(command, capture_output=True, text=True)
-            agreement = None
-            if done.returncode == 0:
-                found = json.loads(done.stdout.splitlines()[-1])
-                if options.what == "speed":
-                    agreement = cosine(Path(folder) / "0.pt", moments)
-            elif "out of memory" in done.stderr.lower():
-                found = "out of memory"
-            else:
-                sys.exit(f"error: {name} failed\n{done.stderr[-3000:]}")
+            found = measure_apart(work, images, given, moments)
+            compared = options.what == "speed" and not isinstance(found, str)
+            agreement = cosine(Path(folder) / "0.pt", moments) if compared else None
             print(row(name, images, found, agreement), flush=True)
 
 

@@ -43,6 +43,9 @@ class FSDPConfig:
         None, "dtype that weights are held in; null: float32, but `dtype` for the frozen weights under LoRA"
     )
     use_torch_compile: bool | None = knob(None, "compile the transformer blocks; null: on a GPU")
+    compile_ahead: bool | None = knob(
+        None, "compile the update in other processes while the first rollout runs; null: on a GPU, with one rank"
+    )
     fold_lora: bool | None = knob(
         None, "fold LoRA into a second copy of its weights for the rollout; null: on a GPU that has room for it"
     )

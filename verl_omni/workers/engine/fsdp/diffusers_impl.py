@@ -20,6 +20,7 @@ from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.sampling import transformer_inputs
 from verl_omni.workers.config import CheckpointConfig, DiffusionModelConfig, FSDPConfig, OptimizerConfig
 from verl_omni.workers.engine.fsdp import checkpoint_io
+from verl_omni.workers.engine.fsdp.compile_ahead import compile_ahead
 from verl_omni.workers.engine.fsdp.fused_gelu import fuse_gelu
 from verl_omni.workers.engine.fsdp.lora import FoldedLora, add_lora
 from verl_omni.workers.engine.fsdp.optimizer import build_optimizer
@@ -80,15 +81,17 @@ class DiffusersFSDPEngine(BaseEngine):
             if self.engine_config.attention_backend:
                 part.set_attention_backend(self.engine_config.attention_backend)
         self.module.to(self.device)
+        self.sharded = dist.get_world_size() > 1
         self.compiled = on_gpu(self.engine_config.use_torch_compile, self.device)
         if self.compiled:
+            if on_gpu(self.engine_config.compile_ahead, self.device) and not self.sharded:
+                mixed = self.dtype if self.dtype != torch.float32 else None
+                compile_ahead(self.parts.values(), lambda: self.micro_batch_size * self.rows_per_unit, mixed)
             if on_gpu(self.engine_config.fused_gelu, self.device):
                 for part in self.parts.values():
                     fuse_gelu(part)
             compile_blocks(self.parts)
-        # A single rank has nothing to share: it trains the module as it is.
-        self.sharded = dist.get_world_size() > 1
-        if self.sharded:
+        if self.sharded:  # a single rank has nothing to share: it trains the module as it is
             self.mesh = shard(self.parts, self.engine_config, self.device, self.dtype)
         self.folded_lora = FoldedLora(self.parts.values()) if self._folds_lora() else None
         self.parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}

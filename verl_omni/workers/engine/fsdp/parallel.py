@@ -30,8 +30,7 @@ def compile_blocks(parts: dict[str, torch.nn.Module], backend: str = "inductor")
     """
     import torch._dynamo as dynamo
 
-    cache = os.path.join(os.path.expanduser("~"), ".cache", "verl_omni", "inductor")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+    choose_cache()
     dynamo.config.recompile_limit = 64
     dynamo.config.accumulated_recompile_limit = 1024
     dynamo.config.fail_on_recompile_limit_hit = True
@@ -42,6 +41,12 @@ def compile_blocks(parts: dict[str, torch.nn.Module], backend: str = "inductor")
         for block in blocks:
             block.forward = compiled_by_mode(block, backend)
         enter_like_the_others(blocks[0])
+
+
+def choose_cache() -> None:
+    """Where kernels are kept: not in /tmp, which is inductor's own choice and does not last."""
+    cache = os.path.join(os.path.expanduser("~"), ".cache", "verl_omni", "inductor")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
 
 
 def start_compilers() -> None:
@@ -87,11 +92,10 @@ def enter_like_the_others(block: torch.nn.Module) -> None:
     keep, and under LoRA what it hands over needs no gradient, where the inputs of later blocks do.
     """
     forward, names = block.forward, list(inspect.signature(type(block).forward).parameters)[1:]
-    joint = getattr(block.attn, "add_q_proj", None) is not None if hasattr(block, "attn") else False
-    streams = {"hidden_states", "encoder_hidden_states"} if joint else {"hidden_states"}
+    passed_on = streams(block)
 
     def alike(name: str, value: Any) -> Any:
-        if name not in streams or not isinstance(value, torch.Tensor):
+        if name not in passed_on or not isinstance(value, torch.Tensor):
             return value
         value = value.contiguous()
         lacks_gradient = torch.is_grad_enabled() and not value.requires_grad
@@ -102,6 +106,12 @@ def enter_like_the_others(block: torch.nn.Module) -> None:
         return forward(*args, **{name: alike(name, value) for name, value in kwargs.items()})
 
     block.forward = call
+
+
+def streams(block: torch.nn.Module) -> set[str]:
+    """The inputs that a block hands on to the next one."""
+    joint = getattr(block.attn, "add_q_proj", None) is not None if hasattr(block, "attn") else False
+    return {"hidden_states", "encoder_hidden_states"} if joint else {"hidden_states"}
 
 
 def shard(
