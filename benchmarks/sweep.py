@@ -43,9 +43,9 @@ Settings = dict[str, tuple[int, list[str]]]
 FEW = steps(4)  # the peak is that of one forward and backward, however many there are
 MEMORY: dict[str, Settings] = {
     "sd35m": {
-        "LoRA, micro-batch 48": (16, [*FEW, *micro(48)]),
+        "LoRA, micro-batch 44": (16, [*FEW, *micro(44)]),
         "LoRA, micro-batch 16": (16, [*FEW, *micro(16)]),
-        "LoRA, micro-batch 48, checkpointing": (16, [*FEW, *micro(48), *CHECKPOINTING]),
+        "LoRA, micro-batch 44, checkpointing": (16, [*FEW, *micro(44), *CHECKPOINTING]),
         "full, micro-batch 16": (16, [*FEW, *FULL, *micro(16)]),
         "full, micro-batch 16, checkpointing": (16, [*FEW, *FULL, *micro(16), *CHECKPOINTING]),
         "full, micro-batch 16, checkpointing, offload": (16, [*FEW, *FULL, *micro(16), *CHECKPOINTING, *OFFLOAD]),
@@ -73,12 +73,12 @@ COST: Settings = {
     "8 images, 20 steps": (8, [*EIGHT, *steps(20)]),
 }
 SPEED: Settings = {
-    "everything on": (48, []),
-    "blocks not compiled": (48, [f"{ACTOR}.fsdp_config.use_torch_compile=false"]),
-    "LoRA not folded": (48, UNFOLDED),
-    "GELU after the matrix product": (48, [f"{ACTOR}.fsdp_config.fused_gelu=false"]),
-    "unconditional half computed again": (48, [f"{ACTOR}.reuse_uncond=false"]),
-    "VAE not compiled": (48, [f"{ROLLOUT}.compile_vae=false"]),
+    "everything on": (44, []),
+    "blocks not compiled": (44, [f"{ACTOR}.fsdp_config.use_torch_compile=false"]),
+    "LoRA not folded": (44, UNFOLDED),
+    "GELU after the matrix product": (44, [f"{ACTOR}.fsdp_config.fused_gelu=false"]),
+    "unconditional half computed again": (44, [f"{ACTOR}.reuse_uncond=false"]),
+    "VAE not compiled": (44, [f"{ROLLOUT}.compile_vae=false"]),
 }
 EAGER = [f"{ACTOR}.fsdp_config.use_torch_compile=false", f"{ROLLOUT}.compile_vae=false"]
 SMALL: Settings = {
