@@ -13,9 +13,11 @@ import argparse
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from benchmarks.run import WORKS, settings
 
@@ -72,14 +74,18 @@ COST: Settings = {
     "8 images, 5 steps": (8, [*EIGHT, *steps(5)]),
     "8 images, 20 steps": (8, [*EIGHT, *steps(20)]),
 }
-SPEED: Settings = {
-    "everything on": (44, []),
-    "blocks not compiled": (44, [f"{ACTOR}.fsdp_config.use_torch_compile=false"]),
-    "LoRA not folded": (44, UNFOLDED),
-    "GELU after the matrix product": (44, [f"{ACTOR}.fsdp_config.fused_gelu=false"]),
-    "unconditional half computed again": (44, [f"{ACTOR}.reuse_uncond=false"]),
-    "VAE not compiled": (44, [f"{ROLLOUT}.compile_vae=false"]),
+SPEED = {
+    "everything on": [],
+    "blocks not compiled": [f"{ACTOR}.fsdp_config.use_torch_compile=false"],
+    "LoRA not folded": UNFOLDED,
+    "GELU after the matrix product": [f"{ACTOR}.fsdp_config.fused_gelu=false"],
+    "unconditional half computed again": [f"{ACTOR}.reuse_uncond=false"],
+    "VAE not compiled": [f"{ROLLOUT}.compile_vae=false"],
+    "another attention kernel (flash)": [f"{ACTOR}.fsdp_config.attention_backend=_native_flash"],
+    "2 requests in a forward": [f"{ROLLOUT}.max_num_seqs=2"],
+    "2 pairs in an update's forward": micro(2),
 }
+SPEED_IMAGES = {"sd35m": 44, "qwen-image": 16, "tiny-sd3": 4}
 EAGER = [f"{ACTOR}.fsdp_config.use_torch_compile=false", f"{ROLLOUT}.compile_vae=false"]
 SMALL: Settings = {
     "LoRA": (4, micro(4)),
@@ -132,16 +138,10 @@ def measure(work: str, images: int, overrides: list[str], moments: Path) -> dict
     return {**peaks, **timing}
 
 
-def measure_apart(*setting: object) -> dict[str, float] | str:
-    """`measure` in a process of its own, or that its memory did not suffice."""
-    import torch
-
+def apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a call in a process of its own. This one computes nothing: no fork of it may find threads."""
     with ProcessPoolExecutor(1, mp_context=get_context("fork")) as process:
-        try:
-            return process.submit(measure, *setting).result()
-        except torch.OutOfMemoryError as error:
-            print(error, file=sys.stderr)
-            return "out of memory"
+        return process.submit(function, *arguments).result()
 
 
 def cosine(path: Path, other: Path) -> float:
@@ -152,9 +152,7 @@ def cosine(path: Path, other: Path) -> float:
     return torch.nn.functional.cosine_similarity(one, two, dim=0).item()
 
 
-def row(name: str, images: int, found: dict[str, float] | str, agreement: float | None) -> str:
-    if isinstance(found, str):
-        return f"| {name} | {images} | {found} | | | | | |"
+def row(name: str, images: int, found: dict[str, float], agreement: float | None) -> str:
     gen, update = found["gen"], found["update_actor"]
     step = gen + found.get("ref", 0.0) + found["reward"] + update
     shown = "" if agreement is None else f"{agreement:.4f}"
@@ -171,19 +169,26 @@ def main() -> None:
     if not options.small and not options.work:
         parser.error(f"name the model: {', '.join(MEMORY)}, or --small")
     work = "tiny-sd3" if options.small else options.work
-    table = {"memory": MEMORY.get(work, SMALL), "cost": COST, "speed": SPEED}[options.what]
-    if options.small:
-        table = SMALL if options.what != "speed" else {name: (8, given) for name, (_, given) in SPEED.items()}
+    if options.what == "speed":
+        table = {name: (SPEED_IMAGES[work], given) for name, given in SPEED.items()}
+    else:
+        table = SMALL if options.small else {"memory": MEMORY[work], "cost": COST}[options.what]
     import_everything()
+    from torch import OutOfMemoryError
+
     heads = ["setting", "images", "peak GiB", "reserved GiB", "rollout s", "update s", "step s", "cosine"]
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for i, (name, (images, overrides)) in enumerate(table.items()):
             moments = Path(folder) / f"{i}.pt"
             given = overrides if options.what == "speed" else [*EAGER, *overrides]
-            found = measure_apart(work, images, given, moments)
-            compared = options.what == "speed" and not isinstance(found, str)
-            agreement = cosine(Path(folder) / "0.pt", moments) if compared else None
+            try:
+                found = apart(measure, work, images, given, moments)
+            except OutOfMemoryError as error:
+                print(f"| {name} | {images} | out of memory | | | | | |", flush=True)
+                print(error, file=sys.stderr)
+                continue
+            agreement = apart(cosine, Path(folder) / "0.pt", moments) if options.what == "speed" else None
             print(row(name, images, found, agreement), flush=True)
 
 

@@ -37,8 +37,8 @@ def model_config(cfg: bool = False) -> DiffusionModelConfig:
     )
 
 
-def rollout(cfg: bool = False, max_num_seqs: int = 8, **kwargs) -> DiffusersRollout:
-    config = DiffusionRolloutConfig(max_num_seqs=max_num_seqs, request_batch_max_wait_ms=5.0)
+def rollout(cfg: bool = False, max_num_seqs: int = 8, vae_tiling: bool = False, **kwargs) -> DiffusersRollout:
+    config = DiffusionRolloutConfig(max_num_seqs=max_num_seqs, request_batch_max_wait_ms=5.0, vae_tiling=vae_tiling)
     return DiffusersRollout(config, model_config(cfg), transformer(), torch.device("cpu"), torch.float32, **kwargs)
 
 
@@ -197,3 +197,20 @@ def test_guidance_without_a_negative_prompt_is_an_error_for_the_caller():
 @pytest.mark.parametrize(("total", "size"), [(1, 1), (16, 16), (17, 9), (24, 12), (32, 16), (48, 16)])
 def test_images_are_decoded_in_equal_parts(total, size):
     assert equal_parts(total, most=16) == size
+
+
+def test_an_image_is_decoded_in_tiles():
+    whole, tiled = rollout(), rollout(vae_tiling=True)
+    vae, sizes = tiled.pipe.vae, []
+    vae.tile_sample_min_height = vae.tile_sample_min_width = 16  # of images of 32 x 48
+    vae.tile_sample_stride_height = vae.tile_sample_stride_width = 8
+    vae.decoder.register_forward_pre_hook(lambda _, args: sizes.append(tuple(args[0].shape[-2:])))
+    one, other = (generate(engine, [("a cat", 1)])[0] for engine in (whole, tiled))
+    assert len(sizes) > 1 and max(sizes) <= (2, 2)  # 8 pixels a latent
+    torch.testing.assert_close(one.trajectory["final_latents"], other.trajectory["final_latents"])
+    assert one.image.shape == other.image.shape
+    # Diffusers' own tiles of the same latents.
+    whole.pipe.vae.enable_tiling(16, 16, 8, 8)
+    latents = one.trajectory["final_latents"][None]
+    expected = whole.adapter.decode_latents(whole.pipe, latents, model_config())[0]
+    assert ((expected * 255).round() - other.image).abs().max() <= 1

@@ -55,7 +55,10 @@ class DiffusersRollout:
         image_vae_on_gpu = device.type == "cuda" and all(p.ndim <= 4 for p in self.pipe.vae.parameters())
         if image_vae_on_gpu:
             self.pipe.vae.to(memory_format=torch.channels_last)
-        self.compiled_vae = image_vae_on_gpu if config.compile_vae is None else config.compile_vae
+        default = image_vae_on_gpu and not config.vae_tiling  # tiles at the edges have sizes of their own
+        self.compiled_vae = default if config.compile_vae is None else config.compile_vae
+        if config.vae_tiling:
+            self.pipe.vae.enable_tiling()
         if self.compiled_vae:
             self.pipe.vae.decoder.compile()
         modules = [m for m in self.pipe.components.values() if isinstance(m, torch.nn.Module)]
@@ -87,7 +90,9 @@ class DiffusersRollout:
         key += (None if window is None else window[1] - window[0],)
         return await self.batcher.submit(request, key, sampling_params.get("position"))
 
-    @names_memory_knobs("rollout", "actor_rollout_ref.rollout.max_num_seqs")
+    @names_memory_knobs(
+        "rollout", "actor_rollout_ref.rollout.max_num_seqs (or set actor_rollout_ref.rollout.vae_tiling=true)"
+    )
     @torch.no_grad()
     def run_batch(self, requests: list[_Request]) -> list[ImageOutput]:
         """Requests of one kind (size, steps, guidance, window length) through one denoising loop."""

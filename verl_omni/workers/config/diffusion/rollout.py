@@ -76,7 +76,12 @@ class DiffusionRolloutConfig:
     seed: int = knob(0, "seed of the training rollouts")
     max_num_seqs: int = knob(32, "requests in one forward")
     request_batch_max_wait_ms: float = knob(20.0, "how long a batch that is not full waits for more requests")
-    compile_vae: bool | None = knob(None, "compile the VAE's decoder; null: that of an image VAE, on a GPU")
+    compile_vae: bool | None = knob(
+        None, "compile the VAE's decoder; null: that of an image VAE, on a GPU, without vae_tiling"
+    )
+    vae_tiling: bool = knob(
+        False, "decode in tiles, whose seams are blended: less memory from 1024 pixels on, and with videos"
+    )
     encoder_offload: bool | None = knob(
         None, "text encoders in CPU memory: true: when idle; false: never; null: once a rollout had no new prompt"
     )
