@@ -86,7 +86,7 @@ class DiffusersFSDPEngine(BaseEngine):
         if self.compiled:
             if on_gpu(self.engine_config.compile_ahead, self.device) and not self.sharded:
                 mixed = self.dtype if self.dtype != torch.float32 else None
-                compile_ahead(self.parts.values(), lambda: self.micro_batch_size * self.rows_per_unit, mixed)
+                compile_ahead(self.parts.values(), lambda: self.whole_units(self.micro_batch_size), mixed)
             if on_gpu(self.engine_config.fused_gelu, self.device):
                 for part in self.parts.values():
                     fuse_gelu(part)
@@ -264,6 +264,10 @@ class DiffusersFSDPEngine(BaseEngine):
 
     def split(self, data: dict[str, torch.Tensor], size: int) -> Iterator[tuple[dict[str, torch.Tensor], float]]:
         return micro_batches(data, size)
+
+    def whole_units(self, rows: int) -> int:
+        """As many of `rows` rows as make whole units, such as pairs."""
+        return max(1, rows // self.rows_per_unit) * self.rows_per_unit
 
     def train_batch(self, data: dict[str, torch.Tensor], loss_function: LossFunction) -> dict[str, Any]:
         self.optimizer_zero_grad()

@@ -63,7 +63,7 @@ class PreferenceDiffusersFSDPEngine(DiffusersFSDPEngine):
         """Micro-batches of whole units. Fillers (share 0) run only where a rank has nothing else to run."""
         rows, levels = self.rows_and_levels(data)
         share = data["share"].cpu() if "share" in data else torch.full((len(data["sigma"]),), 1 / len(data["sigma"]))
-        size = max(1, size // self.rows_per_unit) * self.rows_per_unit
+        size = self.whole_units(size)
         for row, level in zip(rows.split(size), levels.split(size), strict=True):
             weight = share[row]
             real = weight > 0
