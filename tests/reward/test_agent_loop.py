@@ -76,7 +76,7 @@ def run(data, score, generate=None, servers=1, reward_workers=1, then=None, **se
     manager._thread = mock.Mock(submit=lambda work: mock.Mock(result=work))
     manager.workers = [Remote(generate_images=worker.generate_images, collect_scores=worker.collect_scores)]
     if then is None:
-        assign(data, servers, reward_workers, manager.max_num_seqs)
+        assign(data, servers, max(1, reward_workers), manager.max_num_seqs)
         return wait(worker.generate_sequences(data))
     with mock.patch("ray.get", lambda calls: [wait(call) for call in calls]):
         images, scores = manager.generate_images(data)
@@ -102,6 +102,18 @@ def test_mixed_sources_in_one_batch_all_get_their_scores(reward_workers):
         lambda images, prompts: again.append(tuple(prompts)) or [0.0] * len(images),
         reward_workers=reward_workers)  # fmt: skip
     assert sorted(again) == sorted(batches)
+
+
+@pytest.mark.parametrize(
+    ("scores_only", "reward_workers", "travels"), [(False, 1, True), (True, 1, False), (True, 0, True)]
+)
+def test_pixels_travel_only_where_someone_looks_at_them(scores_only, reward_workers, travels):
+    """Without reward workers the scores are still to come, and they need the pixels."""
+    data = batch(["a", "a"])
+    data.meta_info["scores_only"] = scores_only
+    output = run(data, lambda images: [1.0] * len(images), reward_workers=reward_workers)
+    assert ("responses" in output.batch.keys()) == travels
+    assert ("rm_scores" in output.batch.keys()) == bool(reward_workers)
 
 
 def test_an_image_is_scored_while_others_are_still_being_made():

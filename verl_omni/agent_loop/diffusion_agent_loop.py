@@ -98,7 +98,8 @@ class DiffusionAgentLoopWorker:
     async def generate_sequences(self, batch: DataProto) -> DataProto:
         """Images (`responses`, uint8), trajectories, text features and (with reward workers) `rm_scores` of a batch.
 
-        Each row of `batch` has a prompt and a seed; `meta_info["sampling_params"]` holds what all rows share.
+        Each row of `batch` has a prompt and a seed; `meta_info["sampling_params"]` holds what all rows share. With
+        `meta_info["scores_only"]` images whose scores are known do not go on to the caller.
         """
         return side_by_side(await self.generate_images(batch), await self.collect_scores())
 
@@ -108,6 +109,7 @@ class DiffusionAgentLoopWorker:
         shared = batch.meta_info["sampling_params"]
         start = time.perf_counter()
         self._batch = ScoredBatch([self._run_agent_loop(dict(shared), row) for row in rows], rows, self._score)
+        self._scores_only = batch.meta_info.get("scores_only", False)
         outputs = await self._batch.images()
         timing = {"images": max(o.image_time for o in outputs) - start}
         return DataProto.from_dict(tensors=fields(outputs), meta_info={"timing": timing})
@@ -116,7 +118,7 @@ class DiffusionAgentLoopWorker:
         """The images of the last `generate_images` with their scores, once all of them are there."""
         outputs = await self._batch.scores()
         del self._batch
-        result = collate(outputs)
+        result = collate(outputs, self._scores_only)
         waited = max(o.score_time for o in outputs) - max(o.image_time for o in outputs)
         result.meta_info["timing"] = {"rewards": max(0.0, waited)}
         return result
@@ -203,10 +205,11 @@ def fields(outputs: list[DiffusionAgentLoopOutput]) -> dict[str, torch.Tensor]:
     return named or {"sample": torch.arange(len(outputs))}
 
 
-def collate(outputs: list[DiffusionAgentLoopOutput]) -> DataProto:
-    tensors = {"responses": torch.stack([o.response for o in outputs])}
+def collate(outputs: list[DiffusionAgentLoopOutput], scores_only: bool = False) -> DataProto:
+    scored = outputs[0].reward_score is not None
+    tensors = {} if scored and scores_only else {"responses": torch.stack([o.response for o in outputs])}
     non_tensors, meta = {}, {}
-    if outputs[0].reward_score is not None:
+    if scored:
         tensors["rm_scores"] = torch.tensor([[o.reward_score] for o in outputs], dtype=torch.float32)
         keys = sorted({k for o in outputs for k in o.reward_extra_info})
         non_tensors = {k: np.array([o.reward_extra_info.get(k) for o in outputs], dtype=object) for k in keys}

@@ -148,6 +148,7 @@ class BaseRayDiffusionTrainer:
             **sampling,
         }
         batch = self._rollout_batch(prompts, rollout.n, first + np.arange(groups * rollout.n), sampling)
+        batch.meta_info["scores_only"] = True  # nobody looks at the pixels: the model learns from latents
         if rollout.algo.same_initial_noise:
             start = first + groups * rollout.n
             batch.non_tensor_batch["init_seed"] = object_array(
