@@ -146,7 +146,7 @@ def run(job: Job) -> None:
             return value.make(job.device)
         return type(value)(made(v) for v in value) if isinstance(value, list | tuple) else value
 
-    block = job.block.to_empty(device=job.device)
+    block = job.block.to_empty(device=job.device).train()
     kwargs = {name: made(value) for name, value in job.kwargs.items()}
     mixed = torch.autocast(job.device.type, job.autocast) if job.autocast else contextlib.nullcontext()
     with mixed:
