@@ -43,7 +43,7 @@ class LocalAgentLoops:
     def generate_images(self, batch: DataProto) -> tuple[DataProto, Callable[[], DataProto]]:
         assign(batch, 1, 1, self.worker.config.actor_rollout_ref.rollout.max_num_seqs)
         images = self.loop.run_until_complete(self.worker.generate_images(batch))
-        return images, lambda: self.loop.run_until_complete(self.worker.collect_scores())
+        return images, lambda: self.loop.run_until_complete(self.worker.collect_scores(scores_only=True))
 
 
 class LocalTrainer(PolicyGradientRayTrainer):

@@ -71,12 +71,12 @@ def run(data, score, generate=None, servers=1, reward_workers=1, then=None, **se
         return loop.run_until_complete(asyncio.wait_for(coroutine, GUARD))
 
     manager = object.__new__(DiffusionAgentLoopManager)  # its own __init__ starts processes
-    manager.num_servers, manager.num_reward_workers = servers, reward_workers
+    manager.num_servers, manager.num_reward_workers = servers, max(1, reward_workers)
     manager.max_num_seqs = tree.actor_rollout_ref.rollout.max_num_seqs
     manager._thread = mock.Mock(submit=lambda work: mock.Mock(result=work))
     manager.workers = [Remote(generate_images=worker.generate_images, collect_scores=worker.collect_scores)]
     if then is None:
-        assign(data, servers, max(1, reward_workers), manager.max_num_seqs)
+        assign(data, servers, manager.num_reward_workers, manager.max_num_seqs)
         return wait(worker.generate_sequences(data))
     with mock.patch("ray.get", lambda calls: [wait(call) for call in calls]):
         images, scores = manager.generate_images(data)
@@ -111,7 +111,7 @@ def test_pixels_travel_only_where_someone_looks_at_them(scores_only, reward_work
     """Without reward workers the scores are still to come, and they need the pixels."""
     data = batch(["a", "a"])
     data.meta_info["scores_only"] = scores_only
-    output = run(data, lambda images: [1.0] * len(images), reward_workers=reward_workers)
+    output = run(data, lambda images: [1.0] * len(images), reward_workers=reward_workers, then=lambda images: None)
     assert ("responses" in output.batch.keys()) == travels
     assert ("rm_scores" in output.batch.keys()) == bool(reward_workers)
 

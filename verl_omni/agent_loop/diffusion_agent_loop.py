@@ -98,8 +98,7 @@ class DiffusionAgentLoopWorker:
     async def generate_sequences(self, batch: DataProto) -> DataProto:
         """Images (`responses`, uint8), trajectories, text features and (with reward workers) `rm_scores` of a batch.
 
-        Each row of `batch` has a prompt and a seed; `meta_info["sampling_params"]` holds what all rows share. With
-        `meta_info["scores_only"]` images whose scores are known do not go on to the caller.
+        Each row of `batch` has a prompt and a seed; `meta_info["sampling_params"]` holds what all rows share.
         """
         return side_by_side(await self.generate_images(batch), await self.collect_scores())
 
@@ -109,16 +108,18 @@ class DiffusionAgentLoopWorker:
         shared = batch.meta_info["sampling_params"]
         start = time.perf_counter()
         self._batch = ScoredBatch([self._run_agent_loop(dict(shared), row) for row in rows], rows, self._score)
-        self._scores_only = batch.meta_info.get("scores_only", False)
         outputs = await self._batch.images()
         timing = {"images": max(o.image_time for o in outputs) - start}
         return DataProto.from_dict(tensors=fields(outputs), meta_info={"timing": timing})
 
-    async def collect_scores(self) -> DataProto:
-        """The images of the last `generate_images` with their scores, once all of them are there."""
+    async def collect_scores(self, scores_only: bool = False) -> DataProto:
+        """The images of the last `generate_images` with their scores, once all of them are there.
+
+        With `scores_only` images whose scores are known do not travel.
+        """
         outputs = await self._batch.scores()
         del self._batch
-        result = collate(outputs, self._scores_only)
+        result = collate(outputs, scores_only)
         waited = max(o.score_time for o in outputs) - max(o.image_time for o in outputs)
         result.meta_info["timing"] = {"rewards": max(0.0, waited)}
         return result
@@ -238,12 +239,15 @@ class DiffusionAgentLoopManager:
         ]
 
     def generate_images(self, batch: DataProto) -> tuple[DataProto, Callable[[], DataProto]]:
-        """(trajectories, what waits for pixels and scores): the caller can go on while rewards are computed."""
+        """(trajectories, what waits for pixels and scores): the caller can go on while rewards are computed.
+
+        With `meta_info["scores_only"]` there are pixels only where the scores are still to come.
+        """
         assign(batch, self.num_servers, self.num_reward_workers, self.max_num_seqs)
         chunks = [batch[list(c)] for c in np.array_split(np.arange(len(batch)), len(self.workers)) if len(c)]
         workers = self.workers[: len(chunks)]
         images = ray.get([w.generate_images.remote(c) for w, c in zip(workers, chunks, strict=True)])
-        scores = [w.collect_scores.remote() for w in workers]
+        scores = [w.collect_scores.remote(batch.meta_info.get("scores_only", False)) for w in workers]
         return join(images), self._thread.submit(lambda: join(ray.get(scores))).result
 
     def shutdown(self) -> None:
