@@ -3,7 +3,7 @@
 import pytest
 import torch
 from diffusers import SD3Transformer2DModel
-from peft import LoraConfig
+from tiny_models import tiny_sd3_transformer
 
 from verl_omni.workers.engine.fsdp.fused_gelu import fuse_gelu
 from verl_omni.workers.engine.fsdp.parallel import compile_blocks
@@ -14,14 +14,9 @@ def module() -> SD3Transformer2DModel:
     """Five blocks of three kinds: two with a second attention, two without, and the last, which drops the text."""
     torch.manual_seed(0)
     torch._dynamo.reset()
-    module = SD3Transformer2DModel(
-        sample_size=8, in_channels=4, out_channels=4, num_layers=5, attention_head_dim=8, num_attention_heads=2,
-        joint_attention_dim=16, caption_projection_dim=16, pooled_projection_dim=16, pos_embed_max_size=8,
-        dual_attention_layers=(0, 1), qk_norm="rms_norm",
-    )  # fmt: skip
-    module.requires_grad_(False)
-    module.add_adapter(LoraConfig(r=2, target_modules=["attn.to_q", "attn.add_q_proj"], init_lora_weights=False))
-    return module
+    return tiny_sd3_transformer(
+        ("attn.to_q", "attn.add_q_proj"), num_layers=5, dual_attention_layers=(0, 1), qk_norm="rms_norm"
+    )
 
 
 def run(module: torch.nn.Module, rows: int = 2) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

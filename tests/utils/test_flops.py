@@ -3,7 +3,7 @@ from unittest import mock
 import pytest
 import torch
 from diffusers import SD3Transformer2DModel
-from peft import LoraConfig
+from tiny_models import tiny_sd3_transformer
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -12,13 +12,7 @@ from verl_omni.utils.flops import FlopMeter
 
 
 def transformer() -> SD3Transformer2DModel:
-    module = SD3Transformer2DModel(
-        sample_size=8, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=2,
-        joint_attention_dim=16, caption_projection_dim=16, pooled_projection_dim=16, pos_embed_max_size=8,
-    )  # fmt: skip
-    module.requires_grad_(False)
-    module.add_adapter(LoraConfig(r=2, target_modules=["attn.to_q"]))
-    return module
+    return tiny_sd3_transformer(num_layers=2)
 
 
 def call(module: torch.nn.Module, rows: int) -> torch.Tensor:
