@@ -10,6 +10,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
+
+from verl_omni.utils.call_signature import argument_names, by_name
 
 # Dense bfloat16 peaks by the vendors' data sheets, in FLOP/s.
 PEAKS = {
@@ -56,12 +59,14 @@ class FlopMeter:
 
     def _count(self, part: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         grad = torch.is_grad_enabled()
-        rows = len(kwargs["hidden_states"])
-        one_row = {k: _first_row(v, rows) for k, v in kwargs.items()}
+        given = by_name(part, args, kwargs)
+        rows = len(given[argument_names(part)[0]])
+        one_row = {k: _first_row(v, rows) for k, v in given.items()}
         key = (id(part), grad, _shapes(one_row))
         if key not in self._costs:
             adapter = getattr(part, "peft_config", {}).get("default")
-            call = (_written_class(part), dict(part.config), adapter, _to_meta(args), _to_meta(one_row), grad)
+            empty = tree_map_only(torch.Tensor, _to_meta, one_row)
+            call = (_written_class(part), dict(part.config), adapter, empty, grad)
             self._costs[key] = self._thread.submit(count_in_a_process, call)
         self._rows[key] = self._rows.get(key, 0) + rows
 
@@ -90,9 +95,7 @@ def _first_row(value: Any, rows: int) -> Any:
     return value[:1] if isinstance(value, torch.Tensor | list) and len(value) == rows else value
 
 
-def count_flops(
-    cls: type, config: dict[str, Any], adapter: Any, args: tuple, kwargs: dict[str, Any], backward: bool
-) -> float:
+def count_flops(cls: type, config: dict[str, Any], adapter: Any, kwargs: dict[str, Any], backward: bool) -> float:
     """FLOPs of one call with tensors of these shapes; with `backward`, of its gradient too."""
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -102,7 +105,7 @@ def count_flops(
             twin.requires_grad_(False)
             twin.add_adapter(adapter)
         with FlopCounterMode(display=False) as counter:
-            output = twin(*args, **kwargs)
+            output = twin(**kwargs)
             if backward:
                 first = output[0] if isinstance(output, tuple) else output.sample
                 first = torch.stack(list(first)) if isinstance(first, list) else first
@@ -110,15 +113,9 @@ def count_flops(
     return float(counter.get_total_flops())
 
 
-def _to_meta(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        dtype = torch.float32 if value.is_floating_point() else value.dtype
-        return torch.empty_like(value, device="meta", dtype=dtype)
-    if isinstance(value, dict):
-        return {k: _to_meta(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_to_meta(v) for v in value)
-    return value
+def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
+    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    return torch.empty_like(tensor, device="meta", dtype=dtype)
 
 
 def _shapes(value: Any) -> Any:

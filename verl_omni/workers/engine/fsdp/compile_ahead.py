@@ -7,7 +7,7 @@ where this process finds them when the update begins.
 
 import contextlib
 import copy
-import inspect
+import functools
 import os
 import pickle
 import subprocess
@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
+from verl_omni.utils.call_signature import argument_names, by_name
 from verl_omni.workers.engine.fsdp.parallel import (
     choose_cache,
     compiled_by_mode,
@@ -70,6 +72,7 @@ class CompileAhead:
             env=os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)},
         )
         self.sent: threading.Thread | None = None
+        self.failure: str | None = None
         self.hook = block.register_forward_pre_hook(self._called, with_kwargs=True)
 
     def _called(self, block: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -77,39 +80,49 @@ class CompileAhead:
             self.hook.remove()
             self._wait()
         elif self.sent is None:
-            given = inspect.signature(type(block).forward).bind(block, *args, **kwargs).arguments
-            given.pop("self")
-            job = Job(self.skeleton, self._as_in_the_update(given), given["hidden_states"].device, self.autocast)
-            self.sent = threading.Thread(target=self._send, args=(pickle.dumps(job),), daemon=True)
+            given = by_name(block, args, kwargs)
+            sample = given[argument_names(block)[0]]
+            job = Job(self.skeleton, self._as_in_the_update(given, len(sample)), sample.device, self.autocast)
+            self.sent = threading.Thread(target=self._send, args=(job,), daemon=True)
             self.sent.start()
 
-    def _as_in_the_update(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The call with the update's number of rows, and with its gradients."""
-        rows = len(kwargs["hidden_states"])
+    def _as_in_the_update(self, given: dict[str, Any], rows: int) -> dict[str, Any]:
+        """The call of `rows` rows with the update's number of them, and with its gradients."""
 
-        def described(name: str, value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                batched = value.ndim > 0 and len(value) == rows
-                shape = (self.rows(), *value.shape[1:]) if batched else tuple(value.shape)
-                trained = batched and value.is_floating_point() and (self.others or name in self.streams)
-                return Input(shape, value.dtype, trained)
-            if isinstance(value, list | tuple):
-                return type(value)(described(name, v) for v in value)
-            return value
+        def described(name: str, tensor: torch.Tensor) -> Input:
+            batched = tensor.ndim > 0 and len(tensor) == rows
+            shape = (self.rows(), *tensor.shape[1:]) if batched else tuple(tensor.shape)
+            trained = batched and tensor.is_floating_point() and (self.others or name in self.streams)
+            return Input(shape, tensor.dtype, trained)
 
-        return {name: described(name, value) for name, value in kwargs.items()}
+        return {k: tree_map_only(torch.Tensor, functools.partial(described, k), v) for k, v in given.items()}
 
-    def _send(self, job: bytes) -> None:
-        self.errors = self.process.communicate(job)[1]
+    def _send(self, job: Job) -> None:
+        try:
+            blob = pickle.dumps(job)
+        except Exception as error:  # a class that no other process can find
+            self.failure = f"{type(error).__name__}: {error}"
+            self._end()
+            return
+        said = self.process.communicate(blob)[1].decode()
+        if self.process.returncode:
+            self.failure = " ".join(said.strip().splitlines()[-1:])
 
     def _wait(self) -> None:
         if self.sent is None:
-            self.process.kill()
+            self._end()
             return
         self.sent.join()
-        if self.process.returncode:
-            reason = self.errors.decode().strip().splitlines()[-1:]
-            warnings.warn(f"compiling ahead failed, so this takes longer: {' '.join(reason)}", stacklevel=2)
+        if self.failure is not None:
+            warnings.warn(
+                f"the update is compiled here, as compiling ahead failed: {self.failure} "
+                "(actor_rollout_ref.actor.fsdp_config.compile_ahead=false does not try)",
+                stacklevel=2,
+            )
+
+    def _end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
 
 
 def compile_ahead(
@@ -140,14 +153,8 @@ def skeleton(block: torch.nn.Module) -> torch.nn.Module:
 
 def run(job: Job) -> None:
     """Forward and backward, once."""
-
-    def made(value: Any) -> Any:
-        if isinstance(value, Input):
-            return value.make(job.device)
-        return type(value)(made(v) for v in value) if isinstance(value, list | tuple) else value
-
     block = job.block.to_empty(device=job.device).train()
-    kwargs = {name: made(value) for name, value in job.kwargs.items()}
+    kwargs = tree_map_only(Input, lambda tensor: tensor.make(job.device), job.kwargs)
     mixed = torch.autocast(job.device.type, job.autocast) if job.autocast else contextlib.nullcontext()
     with mixed:
         outputs = compiled_by_mode(block, "inductor")(**kwargs)

@@ -1,7 +1,6 @@
 """How a module is compiled and spread over ranks."""
 
 import functools
-import inspect
 import os
 import threading
 import types
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from verl_omni.utils.call_signature import argument_names, by_name
 from verl_omni.workers.config import FSDPConfig
 
 
@@ -91,8 +91,7 @@ def enter_like_the_others(block: torch.nn.Module) -> None:
     SD3's patch embedding hands over (B, L, C) as a transposed view, a layout that every residual sum after it would
     keep, and under LoRA what it hands over needs no gradient, where the inputs of later blocks do.
     """
-    forward, names = block.forward, list(inspect.signature(type(block).forward).parameters)[1:]
-    passed_on = streams(block)
+    forward, passed_on = block.forward, streams(block)
 
     def alike(name: str, value: Any) -> Any:
         if name not in passed_on or not isinstance(value, torch.Tensor):
@@ -102,8 +101,7 @@ def enter_like_the_others(block: torch.nn.Module) -> None:
         return value.detach().requires_grad_() if lacks_gradient else value
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        args = tuple(alike(name, value) for name, value in zip(names, args, strict=False))
-        return forward(*args, **{name: alike(name, value) for name, value in kwargs.items()})
+        return forward(**{name: alike(name, value) for name, value in by_name(block, args, kwargs).items()})
 
     block.forward = call
 
@@ -111,7 +109,7 @@ def enter_like_the_others(block: torch.nn.Module) -> None:
 def streams(block: torch.nn.Module) -> set[str]:
     """The inputs that a block hands on to the next one."""
     joint = getattr(block.attn, "add_q_proj", None) is not None if hasattr(block, "attn") else False
-    return {"hidden_states", "encoder_hidden_states"} if joint else {"hidden_states"}
+    return {argument_names(block)[0], "encoder_hidden_states"} if joint else {argument_names(block)[0]}
 
 
 def shard(

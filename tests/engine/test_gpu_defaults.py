@@ -1,0 +1,53 @@
+"""What is on by default on a GPU, on every architecture: compiled blocks, compiling ahead, counting FLOPs."""
+
+import functools
+import io
+import pickle
+
+import pytest
+from engine_cases import loss_function, make_engine, model_config, roll_out, update
+from tiny_models import tiny_checkpoint
+
+from verl_omni.utils import flops
+from verl_omni.workers.engine.fsdp import compile_ahead, diffusers_impl
+from verl_omni.workers.engine.fsdp.parallel import compile_blocks
+
+PIPELINES = [
+    "QwenImagePipeline", "StableDiffusion3Pipeline", "FluxPipeline", "Flux2KleinPipeline", "ZImagePipeline",
+    "WanPipeline",
+]  # fmt: skip
+
+
+class Here:
+    """In place of another process: its work is kept, to be done by the test."""
+
+    def __init__(self, *_, **__):
+        self.returncode = 0
+
+    def communicate(self, job: bytes) -> tuple[None, bytes]:
+        self.job = job
+        return None, b""
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_every_architecture(pipeline, monkeypatch):
+    monkeypatch.setattr(diffusers_impl, "compile_blocks", functools.partial(compile_blocks, backend="eager"))
+    monkeypatch.setattr(compile_ahead.subprocess, "Popen", Here)
+    monkeypatch.setattr(compile_ahead, "compiled_by_mode", lambda block, backend: block.forward)
+    monkeypatch.setattr(flops, "count_in_a_process", lambda call: flops.count_flops(*pickle.loads(pickle.dumps(call))))
+    kinds = []
+    started = compile_ahead.compile_ahead
+    monkeypatch.setattr(diffusers_impl, "compile_ahead", lambda *a: kinds.extend(started(*a)))
+
+    config = model_config(tiny_checkpoint(pipeline), lora=True)
+    config.pipeline.num_frames = 1 if pipeline == "WanPipeline" else None
+    engine = make_engine(config, use_torch_compile=True, compile_ahead=True, fused_gelu=True)
+    meter = flops.FlopMeter(engine.parts.values())
+    data = roll_out(engine, per_prompt=3)
+    update(engine, data, loss_function(), steps=1)
+    meter._thread.shutdown(wait=True)
+    assert meter.take() > 0
+    assert kinds
+    for kind in kinds:
+        kind.sent.join()
+        compile_ahead.run(pickle.load(io.BytesIO(kind.process.job)))
