@@ -8,6 +8,7 @@ import torch
 from diffusers import QwenImagePipeline
 
 from verl_omni.quickstart import checkpoint, task
+from verl_omni.quickstart.__main__ import typed_python
 from verl_omni.quickstart.checkpoint import Recipe, build_checkpoint, held_out_scores
 from verl_omni.quickstart.data import write_data
 from verl_omni.utils.reward_score.ocr import compute_score_ocr
@@ -127,3 +128,18 @@ def test_a_folder_that_exists_is_not_overwritten(tmp_path):
     with pytest.raises(FileExistsError, match="choose another folder"):
         build_checkpoint(tmp_path, SHORT)
     assert (tmp_path / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize(
+    ("running", "on_path", "typed"),
+    [
+        ("{here}/.venv/bin/python", "{here}/.venv/bin/python", "python"),  # activated
+        ("{here}/.venv/bin/python", "/usr/bin/python", ".venv/bin/python"),
+        ("/opt/env/bin/python", None, "/opt/env/bin/python"),
+    ],
+)
+def test_the_command_that_is_shown_runs_as_it_stands(running, on_path, typed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.executable", running.format(here=tmp_path))
+    monkeypatch.setattr("shutil.which", lambda name: on_path and on_path.format(here=tmp_path))
+    assert typed_python() == typed

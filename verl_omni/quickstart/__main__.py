@@ -6,6 +6,7 @@ Further arguments are overrides of the training config, such as trainer.total_tr
 """
 
 import argparse
+import shutil
 import subprocess
 import sys
 import time
@@ -63,7 +64,15 @@ def training_command(data_dir: Path, run_dir: Path, overrides: list[str]) -> lis
 
 def shown(command: list[str]) -> str:
     """A command as one would type it."""
-    return " \\\n        ".join([" ".join(["python", *command[1:3]]), " ".join(command[3:7]), *command[7:]])
+    return " \\\n        ".join([" ".join([typed_python(), *command[1:3]]), " ".join(command[3:7]), *command[7:]])
+
+
+def typed_python() -> str:
+    """The interpreter that runs this: `python` in an activated environment, else where it lies."""
+    if shutil.which("python") == sys.executable:
+        return "python"
+    here = Path.cwd()
+    return str(Path(sys.executable).relative_to(here) if Path(sys.executable).is_relative_to(here) else sys.executable)
 
 
 if __name__ == "__main__":
