@@ -20,6 +20,7 @@ from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.sampling import transformer_inputs
 from verl_omni.workers.config import CheckpointConfig, DiffusionModelConfig, FSDPConfig, OptimizerConfig
 from verl_omni.workers.engine.fsdp import checkpoint_io
+from verl_omni.workers.engine.fsdp.attention import choose_attention
 from verl_omni.workers.engine.fsdp.compile_ahead import compile_ahead
 from verl_omni.workers.engine.fsdp.fused_gelu import fuse_gelu
 from verl_omni.workers.engine.fsdp.lora import FoldedLora, add_lora
@@ -79,7 +80,7 @@ class DiffusersFSDPEngine(BaseEngine):
             if self.model_config.enable_gradient_checkpointing:
                 part.enable_gradient_checkpointing()
             if self.engine_config.attention_backend:
-                part.set_attention_backend(self.engine_config.attention_backend)
+                choose_attention(part, self.engine_config.attention_backend)
         self.module.to(self.device)
         self.sharded = dist.get_world_size() > 1
         self.compiled = on_gpu(self.engine_config.use_torch_compile, self.device)

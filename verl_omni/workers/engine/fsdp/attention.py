@@ -1,0 +1,44 @@
+"""The attention kernel that a user asked for, in every transformer.
+
+diffusers' own switch passes over models whose attention calls torch directly (SD3 is one) and says nothing.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+TORCH_KERNELS = {
+    "_native_cudnn": SDPBackend.CUDNN_ATTENTION,
+    "_native_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "_native_flash": SDPBackend.FLASH_ATTENTION,
+    "_native_math": SDPBackend.MATH,
+}
+
+
+class WithKernel:
+    """An attention processor that leaves torch one kernel to choose."""
+
+    def __init__(self, processor: Any, backend: str):
+        self.processor, self.backend = processor, backend
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with sdpa_kernel(TORCH_KERNELS[self.backend]):
+            return self.processor(*args, **kwargs)
+
+
+def choose_attention(part: torch.nn.Module, backend: str) -> None:
+    """`backend` as diffusers names it; a model that does not ask diffusers can have torch's own kernels."""
+    part.set_attention_backend(backend)
+    passed_over = [
+        m for m in part.modules() if getattr(m, "processor", None) and not hasattr(m.processor, "_attention_backend")
+    ]
+    if not passed_over or backend == "native":
+        return
+    if backend not in TORCH_KERNELS:
+        raise ValueError(
+            f"attention_backend={backend} cannot be used with {type(part).__name__}, whose attention calls torch "
+            f"directly. Set actor_rollout_ref.actor.fsdp_config.attention_backend to native, {', '.join(TORCH_KERNELS)}"
+        )
+    for module in passed_over:
+        module.processor = WithKernel(module.processor, backend)
