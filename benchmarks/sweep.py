@@ -102,6 +102,9 @@ def import_everything() -> None:
     import torch._inductor.select_algorithm  # noqa: F401
 
     import benchmarks.local_trainer  # noqa: F401
+    from verl_omni.utils import flops
+
+    flops.PEAKS.clear()  # no FLOP rates are shown, and each setting would wait for them to be counted
 
 
 def measure(work: str, images: int, overrides: list[str], moments: Path) -> dict[str, float]:

@@ -33,7 +33,11 @@ SD3 = "StableDiffusion3Pipeline"  # its timesteps go up to 1000, where bfloat16 
 
 
 def build(path: str, lora: bool):
-    engine = make_engine(model_config(path, cfg=True, lora=lora), SCHEDULE)
+    """On several ranks weights and optimizer state are away between stages, which must not change anything either."""
+    away = dist.get_world_size() > 1
+    engine = make_engine(
+        model_config(path, cfg=True, lora=lora), SCHEDULE, param_offload=away, optimizer_offload=away
+    )
     engine.keep_reference()
     engine.keep_ema(EMA)
     engine.micro_batch_size = 5

@@ -2,6 +2,8 @@
 
 import torch
 
+from verl_omni.workers.host_memory import HostMemory, bring
+
 
 class Encoders:
     """The frozen encoders of a pipeline, on the device while there is something to encode.
@@ -12,15 +14,16 @@ class Encoders:
 
     def __init__(self, modules: list[torch.nn.Module], device: torch.device, offload: bool | None = None):
         self.modules, self.device, self.offload = modules, device, offload
-        self._in_cpu_memory: list[torch.Tensor] | None = None
+        for module in modules:
+            module.requires_grad_(False)
+        self.host = HostMemory()
         self.present, self._used = True, True
 
     def enter(self) -> None:
         """Before something is encoded."""
         self._used = True
         if not self.present:
-            for tensor, home in zip(self._tensors(), self._in_cpu_memory, strict=True):
-                tensor.data = home.to(self.device)
+            bring(self.modules, self.device)
             self.present = True
 
     def batch_encoded(self) -> None:
@@ -33,14 +36,6 @@ class Encoders:
         self._used = False
 
     def _leave(self) -> None:
-        if not self.present:
-            return
-        tensors = self._tensors()
-        if self._in_cpu_memory is None:  # they are frozen: one copy serves for ever
-            self._in_cpu_memory = [tensor.data.cpu() for tensor in tensors]
-        for tensor, home in zip(tensors, self._in_cpu_memory, strict=True):
-            tensor.data = home
-        self.present = False
-
-    def _tensors(self) -> list[torch.Tensor]:
-        return [tensor for module in self.modules for tensor in (*module.parameters(), *module.buffers())]
+        if self.present:
+            self.host.take(self.modules)
+            self.present = False

@@ -27,7 +27,8 @@ from verl_omni.workers.engine.fsdp.lora import FoldedLora, add_lora
 from verl_omni.workers.engine.fsdp.optimizer import build_optimizer
 from verl_omni.workers.engine.fsdp.pairs import micro_batches
 from verl_omni.workers.engine.fsdp.parallel import compile_blocks, shard
-from verl_omni.workers.engine.fsdp.policies import Policies, fsdp_modules, local, reshard
+from verl_omni.workers.engine.fsdp.policies import Policies, fsdp_modules, reshard
+from verl_omni.workers.host_memory import HostMemory, bring, bring_state, local
 
 LossFunction = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], Any]
 
@@ -82,6 +83,7 @@ class DiffusersFSDPEngine(BaseEngine):
             if self.engine_config.attention_backend:
                 choose_attention(part, self.engine_config.attention_backend)
         self.module.to(self.device)
+        self.host = HostMemory()
         self.sharded = dist.get_world_size() > 1
         self.compiled = on_gpu(self.engine_config.use_torch_compile, self.device)
         if self.compiled:
@@ -198,15 +200,12 @@ class DiffusersFSDPEngine(BaseEngine):
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         super().to(device, model, optimizer, grad)
-        target = "cpu" if device == "cpu" else self.device
-        if model and self.device.type != "cpu":
+        leaves = device == "cpu"
+        if model:
             reshard(self.parts.values())
-            self.module.to(target)
-        if optimizer and self.device.type != "cpu":
-            for state in self.optimizer.state.values():
-                for key, value in state.items():
-                    if isinstance(value, torch.Tensor) and value.ndim > 0:
-                        state[key] = value.to(target)
+            self.host.take([self.module]) if leaves else bring([self.module], self.device)
+        if optimizer:
+            self.host.take_state(self.optimizer) if leaves else bring_state(self.optimizer, self.device)
 
     # ---- forward, backward, step ---------------------------------------------------------------------
 

@@ -8,11 +8,9 @@ import contextlib
 from collections.abc import Iterable, Iterator
 
 import torch
+from verl.utils.device import get_torch_device
 
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+from verl_omni.workers.host_memory import local
 
 
 class Policies:
@@ -28,7 +26,10 @@ class Policies:
     def keep(self, name: str, offload: bool = False) -> None:
         """Remember the weights as they are now under this name, in CPU memory if `offload` says so."""
         device = "cpu" if self.offload or offload else None
-        self.copies[name] = {k: local(p).detach().to(device, copy=True) for k, p in self.parameters.items()}
+        # torch pins what a copy that nobody waits for is written to
+        given = {"device": device, "copy": True, "non_blocking": True}
+        self.copies[name] = {k: local(p).detach().to(**given) for k, p in self.parameters.items()}
+        get_torch_device().synchronize()
 
     @torch.no_grad()
     def blend(self, name: str, decay: float) -> None:
@@ -53,8 +54,9 @@ class Policies:
         for key, parameter in self.parameters.items():
             held, shard = self.copies[name][key], local(parameter)
             current = shard.detach().clone()
-            shard.copy_(held)
-            held.copy_(current)
+            shard.copy_(held, non_blocking=True)
+            held.copy_(current, non_blocking=True)
+        get_torch_device().synchronize()
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         return self.copies

@@ -1,0 +1,73 @@
+"""Weights that leave the device for a while, and come back to it."""
+
+from collections.abc import Hashable, Iterable
+
+import torch
+from verl.utils.device import get_torch_device
+
+import verl_omni.utils.cpu_platform  # noqa: F401  (verl asks for a platform when it is imported)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+class HostMemory:
+    """A place in CPU memory for each tensor, pinned where there is a GPU, and kept for the next time.
+
+    With new pageable memory each time, weights left an H200 at 1.2 GB/s. What is frozen is copied once.
+    """
+
+    def __init__(self):
+        self._places: dict[Hashable, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def take(self, modules: Iterable[torch.nn.Module]) -> None:
+        for module in modules:
+            module._apply(self._taken)  # as `module.to` does, which FSDP knows about
+        self.settle()
+
+    @torch.no_grad()
+    def take_state(self, optimizer: torch.optim.Optimizer) -> None:
+        for parameter, state in optimizer.state.items():
+            for name, value in state.items():
+                if _is_large(value):
+                    state[name] = self._place((id(parameter), name), value, changes=True)
+        self.settle()
+
+    def _taken(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, torch.nn.Parameter):
+            return self._place(id(tensor), tensor, changes=tensor.requires_grad)
+        return tensor.cpu()
+
+    def _place(self, key: Hashable, tensor: torch.Tensor, changes: bool) -> torch.Tensor:
+        place = self._places.get(key)
+        if place is None:  # torch pins what a copy that nobody waits for is written to
+            place = self._places[key] = tensor.detach().to("cpu", non_blocking=True, copy=True)
+        elif changes:
+            local(place).copy_(local(tensor), non_blocking=True)
+        return place
+
+    @staticmethod
+    def settle() -> None:
+        """Wait for the copies, and leave the device's memory to others."""
+        get_torch_device().synchronize()
+        get_torch_device().empty_cache()
+
+
+def bring(modules: Iterable[torch.nn.Module], device: torch.device) -> None:
+    for module in modules:
+        module.to(device, non_blocking=True)
+
+
+def bring_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if _is_large(value):
+                state[name] = value.to(device, non_blocking=True)
+
+
+def _is_large(value: object) -> bool:
+    """Not a count of steps, which is kept where the optimizer wants it."""
+    return isinstance(value, torch.Tensor) and value.ndim > 0
