@@ -3,10 +3,11 @@
     python -m benchmarks.sweep memory sd35m        # LoRA and full, checkpointing, offload
     python -m benchmarks.sweep cost sd35m          # images a step, resolution, denoising steps
     python -m benchmarks.sweep speed sd35m         # all that makes a step faster, and each of it left out
+    python -m benchmarks.sweep exact sd35m         # the same, next to a computation in float32
     python -m benchmarks.sweep memory --small      # in miniature, on a CPU
 
-The step is the trainer's own, after one that is not timed. `cost` does not compile. Prints a table; for `speed` with
-the cosine between the gradients of two steps and those of the first setting.
+The step is the trainer's own, after one that is not timed. `cost` does not compile. Prints a table; for `speed` and
+`exact` with the cosine between the gradients of two steps and those of the first setting.
 """
 
 import argparse
@@ -46,9 +47,9 @@ Settings = dict[str, tuple[int, list[str]]]
 FEW = steps(4)  # the peak is that of one forward and backward, however many there are
 MEMORY: dict[str, Settings] = {
     "sd35m": {
-        "LoRA, micro-batch 44": (16, [*FEW, *micro(44)]),
+        "LoRA, micro-batch 44": (44, [*FEW, *micro(44)]),
         "LoRA, micro-batch 16": (16, [*FEW, *micro(16)]),
-        "LoRA, micro-batch 44, checkpointing": (16, [*FEW, *micro(44), *CHECKPOINTING]),
+        "LoRA, micro-batch 44, checkpointing": (44, [*FEW, *micro(44), *CHECKPOINTING]),
         "full, micro-batch 16": (16, [*FEW, *FULL, *micro(16)]),
         "full, micro-batch 16, checkpointing, offload": (16, [*FEW, *FULL, *micro(16), *CHECKPOINTING, *OFFLOAD]),
     },
@@ -64,15 +65,22 @@ MEMORY: dict[str, Settings] = {
         "full, micro-batch 1, checkpointing": (16, [*FEW, *FULL, *micro(1), *CHECKPOINTING]),
     },
 }
-EIGHT = [*micro(8), f"{ROLLOUT}.max_num_seqs=8", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8"]
+
+
+def at_once(rows: int) -> list[str]:
+    """In every forward of a step."""
+    reference = f"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu={rows}"
+    return [*micro(rows), f"{ROLLOUT}.max_num_seqs={rows}", reference]
+
+
 COST: Settings = {
-    "8 images": (8, EIGHT),
-    "16 images": (16, EIGHT),
-    "32 images": (32, EIGHT),
-    "8 images of 256 x 256": (8, [*EIGHT, *square(256)]),
-    "8 images of 1024 x 1024": (8, [*EIGHT, *square(1024)]),
-    "8 images, 5 steps": (8, [*EIGHT, *steps(5)]),
-    "8 images, 20 steps": (8, [*EIGHT, *steps(20)]),
+    "8 images, 8 at once": (8, at_once(8)),
+    "16 images": (16, at_once(8)),
+    "32 images": (32, at_once(8)),
+    "32 images of 256 x 256, 32 at once": (32, [*at_once(32), *square(256)]),
+    "2 images of 1024 x 1024, 2 at once": (2, [*at_once(2), *square(1024)]),
+    "8 images, 5 steps": (8, [*at_once(8), *steps(5)]),
+    "8 images, 20 steps": (8, [*at_once(8), *steps(20)]),
 }
 SPEED = {
     "everything on": [],
@@ -87,6 +95,14 @@ SPEED = {
 }
 SPEED_IMAGES = {"sd35m": 44, "qwen-image": 16, "tiny-sd3": 4}
 EAGER = [f"{ACTOR}.fsdp_config.use_torch_compile=false", f"{ROLLOUT}.compile_vae=false"]
+FLOAT32 = [f"{ACTOR}.fsdp_config.dtype=float32", f"{ACTOR}.fsdp_config.model_dtype=float32"]
+BFLOAT16 = [f"{ACTOR}.fsdp_config.dtype=bfloat16"]
+# A smooth reward: JPEG sizes jump with the last bit, and what two images differ by decides their advantages.
+EIGHT = [*FEW, *at_once(8), f"reward.custom_reward_function.path={Path(__file__).with_name('brightness.py')}"]
+EXACT: Settings = {
+    "float32, nothing on": (8, [*EIGHT, *FLOAT32, *EAGER, *UNFOLDED]),
+    **{name: (8, [*EIGHT, *BFLOAT16, *given]) for name, given in SPEED.items()},
+}
 SMALL: Settings = {
     "LoRA": (4, micro(4)),
     "LoRA, checkpointing": (4, [*micro(4), *CHECKPOINTING]),
@@ -165,17 +181,27 @@ def row(name: str, images: int, found: dict[str, float], agreement: float | None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["memory", "cost", "speed"])
+    parser.add_argument("what", choices=["memory", "cost", "speed", "exact"])
     parser.add_argument("work", nargs="?", choices=list(MEMORY), help="the model")
     parser.add_argument("--small", action="store_true", help="a tiny model, for a CPU")
+    parser.add_argument("--only", nargs="+", help="the settings whose names have one of these in them")
     options = parser.parse_args()
     if not options.small and not options.work:
         parser.error(f"name the model: {', '.join(MEMORY)}, or --small")
     work = "tiny-sd3" if options.small else options.work
     if options.what == "speed":
         table = {name: (SPEED_IMAGES[work], given) for name, given in SPEED.items()}
+    elif options.what == "exact":
+        table = EXACT
     else:
         table = SMALL if options.small else {"memory": MEMORY[work], "cost": COST}[options.what]
+    compared = options.what in ("speed", "exact")
+    if options.only:
+        first = next(iter(table)) if compared else None
+        named = {name for name in table if any(part in name for part in options.only)}
+        if not named:
+            parser.error(f"--only: no setting is called so; there are {', '.join(map(repr, table))}")
+        table = {name: given for name, given in table.items() if name in named or name == first}
     import_everything()
     from torch import OutOfMemoryError
 
@@ -191,7 +217,7 @@ def main() -> None:
                 print(f"| {name} | {images} | out of memory | | | | | |", flush=True)
                 print(error, file=sys.stderr)
                 continue
-            agreement = apart(cosine, Path(folder) / "0.pt", moments) if options.what == "speed" else None
+            agreement = apart(cosine, Path(folder) / "0.pt", moments) if compared else None
             print(row(name, images, found, agreement), flush=True)
 
 

@@ -6,15 +6,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_module
 
-from benchmarks.sweep import COST, EAGER, MEMORY, SPEED, cosine
+from benchmarks.sweep import COST, EAGER, EXACT, MEMORY, cosine
 from verl_omni.trainer.config import schema
 
-SETTINGS = [overrides for table in (*MEMORY.values(), COST) for _, overrides in table.values()]
+SETTINGS = [overrides for table in (*MEMORY.values(), COST, EXACT) for _, overrides in table.values()]
 
 
-@pytest.mark.parametrize("overrides", [EAGER, *SETTINGS, *SPEED.values()], ids=" ".join)
+@pytest.mark.parametrize("overrides", SETTINGS, ids=" ".join)
 def test_settings_are_known(overrides):
     schema.register()
     with initialize_config_module("verl_omni.trainer.config", version_base=None):
@@ -31,3 +32,15 @@ def test_a_step_in_one_process(tmp_path):
     found = json.loads(done.stdout.splitlines()[-1])
     assert cosine(tmp_path / "moments.pt", tmp_path / "moments.pt") == pytest.approx(1.0)
     assert found["gen"] > 0 and found["ref"] > 0 and found["update_actor"] > 0
+
+
+def test_weights_do_not_depend_on_their_dtype():
+    """Or a computation in float32 could not be compared with one in bfloat16."""
+    from verl_omni.pipelines.utils import random_model
+
+    def drawn(dtype: torch.dtype) -> torch.Tensor:
+        torch.manual_seed(0)
+        return random_model(lambda: torch.nn.Linear(32, 32), dtype).weight
+
+    assert drawn(torch.float32).dtype == torch.float32 and drawn(torch.float32).std() > 0
+    assert torch.equal(drawn(torch.float32), drawn(torch.bfloat16).float())

@@ -50,9 +50,12 @@ def load_component(model_config: Any, name: str, dtype: torch.dtype) -> torch.nn
 
 
 def random_model(build: Callable[[], torch.nn.Module], dtype: torch.dtype) -> torch.nn.Module:
-    """A model with random weights, made where it will run: seconds even for billions of parameters."""
+    """A model with random weights, made where it will run: seconds even for billions of parameters.
+
+    Drawn in bfloat16 whatever `dtype` is, so that two of different dtypes have the same weights.
+    """
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             return build().to(dtype).requires_grad_(True)
