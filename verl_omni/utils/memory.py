@@ -1,4 +1,4 @@
-"""Out of memory, said with the knob to turn."""
+"""Out of memory, said with the knobs to turn."""
 
 import functools
 from collections.abc import Callable
@@ -6,14 +6,37 @@ from typing import Any
 
 import torch
 
-ADVICE = (
-    "lower {knob}, set actor_rollout_ref.model.enable_gradient_checkpointing=true, or keep less on the device with "
-    "actor_rollout_ref.rollout.encoder_offload=true, "
-    "actor_rollout_ref.actor.fsdp_config.param_offload, optimizer_offload or fold_lora=false"
-)
+MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
+ROLLOUT, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+BFLOAT16 = f"set {ACTOR}.fsdp_config.model_dtype=bfloat16 (full fine-tuning: weights are held in float32)"
+REFERENCE = f"set {REF}.param_offload=true (full fine-tuning with a reference)"
+OPTIMIZER = f"set {ACTOR}.fsdp_config.optimizer_offload=true"
+ENCODERS = f"set {ROLLOUT}.encoder_offload=true"
+SHARE = "share the model between more GPUs (trainer.n_gpus_per_node)"
+
+# What helps in a stage, what costs least first. Offloaded weights and optimizer state are back for the update.
+KNOBS = {
+    "loading of the model": [f"train adapters only ({MODEL}.lora_rank=32)", BFLOAT16, REFERENCE, SHARE],
+    "rollout": [
+        f"lower {ROLLOUT}.max_num_seqs",
+        ENCODERS,
+        f"set {ACTOR}.fsdp_config.fold_lora=false",
+        OPTIMIZER,
+        f"set {ROLLOUT}.vae_tiling=true",
+    ],
+    "reference pass": [f"lower {REF}.log_prob_micro_batch_size_per_gpu", ENCODERS, OPTIMIZER],
+    "update": [
+        f"lower {ACTOR}.ppo_micro_batch_size_per_gpu",
+        f"set {MODEL}.enable_gradient_checkpointing=true",
+        ENCODERS,
+        REFERENCE,
+        BFLOAT16,
+        SHARE,
+    ],
+}
 
 
-def names_memory_knobs(stage: str, knob: str) -> Callable:
+def names_memory_knobs(stage: str) -> Callable:
     """Decorator: a torch.OutOfMemoryError in this stage names what to change."""
 
     def wrap(function: Callable) -> Callable:
@@ -22,8 +45,9 @@ def names_memory_knobs(stage: str, knob: str) -> Callable:
             try:
                 return function(*args, **kwargs)
             except torch.OutOfMemoryError as error:
+                choices = "".join(f"\n  - {knob}" for knob in KNOBS[stage])
                 raise torch.OutOfMemoryError(
-                    f"the {stage} ran out of GPU memory: {ADVICE.format(knob=knob)}"
+                    f"the {stage} ran out of GPU memory. One of these helps:{choices}"
                 ) from error
 
         return run

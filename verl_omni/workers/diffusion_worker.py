@@ -54,6 +54,7 @@ class DiffusionWorker(Worker):
     # ---- set-up --------------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @names_memory_knobs("loading of the model")
     def init_model(self) -> None:
         self.engine = EngineRegistry.new(
             model_type=MODEL_TYPES[self.config.algorithm.trainer_type],
@@ -138,7 +139,7 @@ class DiffusionWorker(Worker):
         return self._per_step(data, old_log_probs=output["log_probs"], old_prev_sample_mean=output["prev_sample_mean"])
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    @names_memory_knobs("reference pass", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu")
+    @names_memory_knobs("reference pass")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Means of the stored steps under the reference."""
         batch = self._batch(data)
@@ -167,7 +168,7 @@ class DiffusionWorker(Worker):
         get_torch_device().reset_peak_memory_stats()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
-    @names_memory_knobs("update", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")
+    @names_memory_knobs("update")
     def update_actor(self, data: DataProto) -> dict[str, float]:
         """All optimizer steps of one rollout; `num_mini_batches` and `epochs` are in the batch's meta_info."""
         epochs = data.meta_info["epochs"]

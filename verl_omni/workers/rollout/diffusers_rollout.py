@@ -90,9 +90,7 @@ class DiffusersRollout:
         key += (None if window is None else window[1] - window[0],)
         return await self.batcher.submit(request, key, sampling_params.get("position"))
 
-    @names_memory_knobs(
-        "rollout", "actor_rollout_ref.rollout.max_num_seqs (or set actor_rollout_ref.rollout.vae_tiling=true)"
-    )
+    @names_memory_knobs("rollout")
     @torch.no_grad()
     def run_batch(self, requests: list[_Request]) -> list[ImageOutput]:
         """Requests of one kind (size, steps, guidance, window length) through one denoising loop."""
