@@ -40,11 +40,12 @@ def test_when_they_leave(module, offload, expected):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_every_tensor_leaves_the_device(module):
     module.cuda()
-    tensors, encoders = [*module.parameters(), *module.buffers()], Encoders([module], torch.device("cuda"), True)
+    encoders = Encoders([module], torch.device("cuda"), True)
     before = module(torch.ones(2, 3, device="cuda"))
     for _ in range(2):
         encoders.batch_encoded()
-        assert {t.device.type for t in tensors} == {"cpu"}
+        assert {t.device.type for t in module.state_dict().values()} == {"cpu"}
+        assert all(p.is_pinned() for p in module.parameters())
         encoders.enter()
-        assert {t.device.type for t in tensors} == {"cuda"}
+        assert {t.device.type for t in module.state_dict().values()} == {"cuda"}
     torch.testing.assert_close(module(torch.ones(2, 3, device="cuda")), before, rtol=0, atol=0)
