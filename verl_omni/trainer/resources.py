@@ -1,6 +1,7 @@
 """Devices and Ray: a GPU if there is one, else worker processes on the CPU."""
 
 import os
+import secrets
 from typing import Any
 
 import torch
@@ -22,6 +23,14 @@ def choose_device(wanted: str | None) -> str:
     if wanted == "cpu" and has_gpu:
         raise ValueError("trainer.device=cpu on a machine with a GPU: hide it with CUDA_VISIBLE_DEVICES= instead")
     return wanted
+
+
+def rendezvous_ports() -> list[int]:
+    """Where the ranks' meeting point may listen: first and last port, above Ray's and below the system's own.
+
+    A port of the system's may be gone again when the first rank comes to listen, seconds after it was found free.
+    """
+    return [20_000 + secrets.randbelow(12_000), 32_767]
 
 
 class DeviceResourcePoolManager(ResourcePoolManager):

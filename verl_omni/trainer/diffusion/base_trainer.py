@@ -33,7 +33,7 @@ from verl_omni.trainer.diffusion.diffusion_metric_utils import (
 )
 from verl_omni.trainer.diffusion.ordering import minibatch_order
 from verl_omni.trainer.diffusion.validation import validation_metrics, write_validation
-from verl_omni.trainer.resources import worker_environment
+from verl_omni.trainer.resources import rendezvous_ports, worker_environment
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.dataset.prompt_loader import create_dataloader, create_val_dataloader, steps_for_epochs
 from verl_omni.utils.tracking import Tracking
@@ -102,6 +102,7 @@ class BaseRayDiffusionTrainer:
             ray_cls_with_init=actor,
             device_name=self.device_name,
             worker_env=worker_environment(self.device_name, self.config.trainer.n_gpus_per_node),
+            master_port_range=rendezvous_ports(),
         )
         self.reward_loop_manager = self.agent_loop_manager = None
         if self.online:
