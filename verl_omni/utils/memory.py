@@ -24,7 +24,7 @@ KNOBS = {
         OPTIMIZER,
         f"set {ROLLOUT}.vae_tiling=true",
     ],
-    "reference pass": [f"lower {REF}.log_prob_micro_batch_size_per_gpu", ENCODERS, OPTIMIZER],
+    "reference pass": [f"lower {REF}.log_prob_micro_batch_size_per_gpu", ENCODERS, OPTIMIZER, REFERENCE],
     "update": [
         f"lower {ACTOR}.ppo_micro_batch_size_per_gpu",
         f"set {MODEL}.enable_gradient_checkpointing=true",

@@ -26,7 +26,7 @@ class HostMemory:
     def take(self, modules: Iterable[torch.nn.Module]) -> None:
         for module in modules:
             module._apply(self._taken)  # as `module.to` does, which FSDP knows about
-        self.settle()
+        self._settle()
 
     @torch.no_grad()
     def take_state(self, optimizer: torch.optim.Optimizer) -> None:
@@ -34,7 +34,7 @@ class HostMemory:
             for name, value in state.items():
                 if _is_large(value):
                     state[name] = self._place((id(parameter), name), value, changes=True)
-        self.settle()
+        self._settle()
 
     def _taken(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, torch.nn.Parameter):
@@ -50,7 +50,7 @@ class HostMemory:
         return place
 
     @staticmethod
-    def settle() -> None:
+    def _settle() -> None:
         """Wait for the copies, and leave the device's memory to others."""
         get_torch_device().synchronize()
         get_torch_device().empty_cache()
