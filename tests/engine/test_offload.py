@@ -1,7 +1,8 @@
 """Weights and optimizer state in CPU memory between stages: the same training, each tensor with one place to go."""
 
+import pytest
 import torch
-from engine_cases import assert_same, loss_function, make_engine, model_config, roll_out, update, weights
+from engine_cases import assert_same, gradients, loss_function, make_engine, model_config, roll_out, update, weights
 from tiny_models import tiny_checkpoint
 
 from verl_omni.workers.host_memory import HostMemory, bring
@@ -17,6 +18,15 @@ def test_the_same_training():
         update(engine, data, loss_function())
         update(engine, data, loss_function())
     assert_same(weights(plain), weights(offloaded))
+    assert gradients(plain) and not gradients(offloaded)  # those would go to and fro with the weights for nothing
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="memory is pinned for a GPU")
+def test_a_reference_is_pinned_wherever_the_weights_are():
+    engine = make_engine(model_config(tiny_checkpoint()), **OFFLOAD)
+    engine.keep_reference()
+    copies = engine.policies.state_dict()["reference"].values()
+    assert copies and all(copy.is_pinned() for copy in copies)
 
 
 def test_each_tensor_keeps_its_place():

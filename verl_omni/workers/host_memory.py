@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Iterable
 
 import torch
-from verl.utils.device import get_torch_device
+from verl.utils.device import get_device_name, get_torch_device
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (verl asks for a platform when it is imported)
 
@@ -11,6 +11,12 @@ import verl_omni.utils.cpu_platform  # noqa: F401  (verl asks for a platform whe
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in CPU memory, pinned where there is a GPU. Nobody has waited for it yet."""
+    place = torch.empty_like(tensor, device="cpu", pin_memory=get_device_name() != "cpu")
+    return place.copy_(tensor, non_blocking=True)
 
 
 class HostMemory:

@@ -203,7 +203,11 @@ class DiffusersFSDPEngine(BaseEngine):
         leaves = device == "cpu"
         if model:
             reshard(self.parts.values())
-            self.host.take([self.module]) if leaves else bring([self.module], self.device)
+            if leaves:
+                self.optimizer_zero_grad()  # gradients have had their step: moving them would be for nothing
+                self.host.take([self.module])
+            else:
+                bring([self.module], self.device)
         if optimizer:
             self.host.take_state(self.optimizer) if leaves else bring_state(self.optimizer, self.device)
 

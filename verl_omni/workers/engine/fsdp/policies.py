@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from verl.utils.device import get_torch_device
 
-from verl_omni.workers.host_memory import local
+from verl_omni.workers.host_memory import host_copy, local
 
 
 class Policies:
@@ -25,10 +25,8 @@ class Policies:
     @torch.no_grad()
     def keep(self, name: str, offload: bool = False) -> None:
         """Remember the weights as they are now under this name, in CPU memory if `offload` says so."""
-        device = "cpu" if self.offload or offload else None
-        # torch pins what a copy that nobody waits for is written to
-        given = {"device": device, "copy": True, "non_blocking": True}
-        self.copies[name] = {k: local(p).detach().to(**given) for k, p in self.parameters.items()}
+        copied = host_copy if self.offload or offload else torch.clone
+        self.copies[name] = {k: copied(local(p).detach()) for k, p in self.parameters.items()}
         get_torch_device().synchronize()
 
     @torch.no_grad()
