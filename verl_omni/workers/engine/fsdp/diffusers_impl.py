@@ -34,14 +34,11 @@ LossFunction = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], Any]
 
 
 class _Mode(BaseEngineCtx):
-    """Loads what is offloaded, sets the module's mode, and puts everything back."""
+    """Loads what is offloaded, and puts it back; the module knows its mode."""
 
     def __enter__(self):
         super().__enter__()
         self.engine.module.train(self.mode == "train")
-
-    def __exit__(self, exc_type, exc_val, exc_tb):
-        super().__exit__(exc_type, exc_val, exc_tb)
 
 
 class DiffusersFSDPEngine(BaseEngine):
