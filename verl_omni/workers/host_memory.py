@@ -49,8 +49,8 @@ class HostMemory:
 
     def _place(self, key: Hashable, tensor: torch.Tensor, changes: bool) -> torch.Tensor:
         place = self._places.get(key)
-        if place is None:  # torch pins what a copy that nobody waits for is written to
-            place = self._places[key] = tensor.detach().to("cpu", non_blocking=True, copy=True)
+        if place is None:
+            place = self._places[key] = host_copy(tensor.detach())
         elif changes:
             local(place).copy_(local(tensor), non_blocking=True)
         return place
