@@ -12,13 +12,15 @@ BFLOAT16 = f"set {ACTOR}.fsdp_config.model_dtype=bfloat16 (full fine-tuning: wei
 REFERENCE = f"set {REF}.param_offload=true (full fine-tuning with a reference)"
 OPTIMIZER = f"set {ACTOR}.fsdp_config.optimizer_offload=true"
 ENCODERS = f"set {ROLLOUT}.encoder_offload=true"
+ADAPTERS = f"train adapters only ({MODEL}.lora_rank=32)"
 SHARE = "share the model between more GPUs (trainer.n_gpus_per_node)"
 
 # What helps in a stage, what costs least first. Offloaded weights and optimizer state are back for the update.
 KNOBS = {
-    "loading of the model": [f"train adapters only ({MODEL}.lora_rank=32)", BFLOAT16, REFERENCE, SHARE],
+    "loading of the model": [ADAPTERS, BFLOAT16, REFERENCE, SHARE],
     "rollout": [
         f"lower {ROLLOUT}.max_num_seqs",
+        f"set {ROLLOUT}.cfg_in_one_forward=false",
         ENCODERS,
         f"set {ACTOR}.fsdp_config.fold_lora=false",
         OPTIMIZER,
@@ -31,6 +33,7 @@ KNOBS = {
         ENCODERS,
         REFERENCE,
         BFLOAT16,
+        ADAPTERS,
         SHARE,
     ],
 }
@@ -47,7 +50,7 @@ def names_memory_knobs(stage: str) -> Callable:
             except torch.OutOfMemoryError as error:
                 choices = "".join(f"\n  - {knob}" for knob in KNOBS[stage])
                 raise torch.OutOfMemoryError(
-                    f"the {stage} ran out of GPU memory. One of these helps:{choices}"
+                    f"the {stage} ran out of GPU memory. What may help:{choices}"
                 ) from error
 
         return run
