@@ -108,6 +108,24 @@ def test_the_learning_rate_of_each_step_is_reported_and_used():
     assert sizes == pytest.approx([rate * 1e-3 for rate in rates], rel=1e-2)
 
 
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_a_fused_step_is_the_same_step(optimizer):
+    config = model_config(tiny_checkpoint())
+    data = roll_out(make_engine(config))
+    engines = [make_engine(config, {"optimizer": optimizer, "lr": 1e-3, "fused": fused}) for fused in (False, True)]
+    for engine in engines:
+        update(engine, data, loss_function())
+    assert [engine.optimizer.defaults["fused"] for engine in engines] == [False, True]
+    assert_same(*map(weights, engines))
+
+
+def test_an_optimizer_that_has_no_fused_step():
+    config = model_config(tiny_checkpoint())
+    make_engine(config, {"optimizer": "NAdam"})
+    with pytest.raises(ValueError, match="optim.fused=true: torch has no fused NAdam"):
+        make_engine(config, {"optimizer": "NAdam", "fused": True})
+
+
 @pytest.mark.parametrize("clip", [0.0, 1e-3, 1e6])
 def test_gradients_are_clipped_to_the_limit(clip):
     optim = {"optimizer": "SGD", "lr": 1.0, "weight_decay": 0.0, "clip_grad": clip}

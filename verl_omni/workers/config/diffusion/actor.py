@@ -25,6 +25,7 @@ class OptimizerConfig:
     betas: list[float] = knob([0.9, 0.999], "AdamW betas")
     eps: float = knob(1e-8, "AdamW epsilon")
     weight_decay: float = knob(1e-4, "weight decay")
+    fused: bool | None = knob(None, "the optimizer's step in one kernel; null: on a GPU, where torch has one")
     clip_grad: float = knob(1.0, "largest gradient norm; 0 turns clipping off")
     lr_scheduler_type: str = knob("constant", "constant, linear or cosine")
     lr_warmup_steps: int = knob(0, "optimizer steps of linear warm-up")

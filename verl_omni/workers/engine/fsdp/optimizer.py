@@ -1,5 +1,6 @@
 """The optimizer and its learning-rate schedule."""
 
+import inspect
 import math
 from collections.abc import Callable
 
@@ -14,11 +15,16 @@ def build_optimizer(
 ) -> tuple[torch.optim.Optimizer, LambdaLR]:
     if not hasattr(torch.optim, config.optimizer):
         raise ValueError(f'optim.optimizer="{config.optimizer}" is no class of torch.optim, such as AdamW')
+    kind = getattr(torch.optim, config.optimizer)
     arguments = {"lr": config.lr, "weight_decay": config.weight_decay}
     if "Adam" in config.optimizer:
         arguments |= {"betas": tuple(config.betas), "eps": config.eps}
-        arguments |= {"fused": True} if device.type == "cuda" else {}
-    optimizer = getattr(torch.optim, config.optimizer)(parameters, **arguments)
+    can_fuse = "fused" in inspect.signature(kind).parameters
+    if config.fused and not can_fuse:
+        raise ValueError(f"optim.fused=true: torch has no fused {config.optimizer}")
+    if can_fuse:
+        arguments["fused"] = device.type == "cuda" if config.fused is None else config.fused
+    optimizer = kind(parameters, **arguments)
     return optimizer, LambdaLR(optimizer, lr_factor(config))
 
 
