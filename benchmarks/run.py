@@ -65,7 +65,7 @@ WORKS = {
     "sd35m": Work(
         "sd35_medium",
         176,
-        # Forwards of 44 rows: on an H200 matrix products and attention take 1.6 % less a row than with 48.
+        # Updates of 44 rows: on an H200 matrix products and attention take 1.6 % less a row than with 48.
         [*SQUARE_512, *SD3, "actor_rollout_ref.rollout.max_num_seqs=22",
          "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=22",
          "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=44"],

@@ -151,10 +151,13 @@ def config(row: Architecture, cfg: bool, size=SIZES[0], noise=0.0, sde_type="sde
     )
 
 
-def rollout(model_config: DiffusionModelConfig, module: torch.nn.Module | None = None) -> DiffusersRollout:
+def rollout(
+    model_config: DiffusionModelConfig, module: torch.nn.Module | None = None, one_forward: bool = False
+) -> DiffusersRollout:
     adapter = DiffusionModelBase.get_class(model_config)
     module = adapter.load_module(model_config, torch.float32) if module is None else module
-    return DiffusersRollout(DiffusionRolloutConfig(), model_config, module.eval(), torch.device("cpu"), torch.float32)
+    settings = DiffusionRolloutConfig(cfg_in_one_forward=one_forward)
+    return DiffusersRollout(settings, model_config, module.eval(), torch.device("cpu"), torch.float32)
 
 
 def generate(row: Architecture, engine: DiffusersRollout, prompts: list[str], together: bool = True):
@@ -203,10 +206,10 @@ def mean_log_prob(output, micro_batch):
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda s: f"{s[0]}x{s[1]}")
-@pytest.mark.parametrize("cfg", [False, True], ids=["plain", "cfg"])
-def test_without_noise_it_is_diffusers(row, cfg, size):
+@pytest.mark.parametrize(("cfg", "one_forward"), [(False, False), (True, False), (True, True)])
+def test_without_noise_it_is_diffusers(row, cfg, one_forward, size):
     model_config = config(row, cfg, size)
-    engine = rollout(model_config)
+    engine = rollout(model_config, one_forward=one_forward)
     # A video VAE makes more of the last bits in which latents of a batch differ: videos come one by one, as upstream's.
     outputs = generate(row, engine, PROMPTS, together="num_frames" not in row.both)
     for i, output in enumerate(outputs):
@@ -247,10 +250,30 @@ def test_a_mixed_batch_equals_one_by_one(row):
             torch.testing.assert_close(one.trajectory[key], other.trajectory[key], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("sde_type", ["sde", "cps", "dance_sde"])
-def test_training_finds_the_log_probs_of_the_rollout(row, sde_type):
+def test_halves_of_cfg_share_a_forward_where_their_shapes_agree(row, monkeypatch):
+    model_config = config(row, cfg=True)
+    adapter = DiffusionModelBase.get_class(model_config)
+    rows, original = [], adapter.forward.__func__
+
+    def counting(cls, module, inputs):
+        rows.append(len(inputs["timestep" if "timestep" in inputs else "t"]))
+        return original(cls, module, inputs)
+
+    monkeypatch.setattr(adapter, "forward", classmethod(counting))
+    steps, guided = adapter.num_steps(model_config), adapter.cfg_scale(model_config) > 1
+    generate(row, rollout(model_config, one_forward=True), [row.negative] * 2)  # as long as the other half
+    assert rows == [4 if guided else 2] * steps
+    rows.clear()
+    generate(row, rollout(model_config), [row.negative] * 2)
+    assert rows == [2] * (2 * steps if guided else steps)
+
+
+@pytest.mark.parametrize(
+    ("sde_type", "one_forward"), [("sde", False), ("cps", False), ("dance_sde", False), ("sde", True)]
+)
+def test_training_finds_the_log_probs_of_the_rollout(row, sde_type, one_forward):
     engine = training_engine(config(row, cfg=True, noise=0.7, sde_type=sde_type))
-    data = as_batch(generate(row, rollout(engine.model_config, engine.module), PROMPTS))
+    data = as_batch(generate(row, rollout(engine.model_config, engine.module, one_forward), PROMPTS))
     with engine.train_mode():
         replayed = engine.infer_batch(data)["model_output"]["log_probs"].view_as(data["rollout_log_probs"])
         ratio = (replayed - data["rollout_log_probs"]).exp()

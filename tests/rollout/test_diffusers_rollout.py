@@ -110,9 +110,10 @@ def test_a_distinct_prompt_is_encoded_once(monkeypatch):
     generate(engine, asked)
     generate(engine, asked)
     assert encoded == {ids(PROMPTS[0]): 1, ids(PROMPTS[1]): 1, ids("blurry"): 1}
-    small = rollout(prompt_cache_size=1)
-    generate(small, asked)
-    assert len(small._prompts) == 1
+    for size in (1, 0):
+        small = rollout(prompt_cache_size=size)
+        generate(small, asked)
+        assert len(small._prompts) == size
 
 
 @pytest.mark.parametrize(("cfg", "halves"), [(False, 1), (True, 2)], ids=["plain", "cfg"])

@@ -80,6 +80,8 @@ class DiffusionModelBase(ABC):
     size_multiple: ClassVar[int] = 2
     # What `rollout.pipeline` leaves null, as the upstream pipeline has it.
     pipeline_defaults: ClassVar[dict[str, Any]] = {"negative_prompt": "", "max_sequence_length": 512}
+    # Arguments of the transformer that are the same for all rows of a batch, such as positions.
+    rowless_inputs: ClassVar[tuple[str, ...]] = ()
     # Submodules of the pipeline that are trained (Wan2.2 has two).
     trained_components: ClassVar[tuple[str, ...]] = ("transformer",)
 
@@ -190,17 +192,17 @@ class DiffusionModelBase(ABC):
     ) -> torch.Tensor:
         """Guided velocity in float32. Only the conditional half carries a gradient, as in Flow-GRPO.
 
-        Where the other half is known already, `negative_model_inputs` is just {"velocity": it}.
+        A half that is known already has its `velocity` among its inputs.
         """
+
+        def half(inputs: dict[str, Any]) -> torch.Tensor:
+            return inputs["velocity"] if "velocity" in inputs else cls.forward(module, inputs).float()
+
         if negative_model_inputs is None:
-            return cls.forward(module, model_inputs).float()
-        if "velocity" in negative_model_inputs:
-            uncond = negative_model_inputs["velocity"]
-        else:
-            with torch.no_grad():
-                uncond = cls.forward(module, negative_model_inputs).float()
-        cond = cls.forward(module, model_inputs).float()
-        return cls.combine_cfg(cond, uncond, cls.guidance(module, model_config, model_inputs))
+            return half(model_inputs)
+        with torch.no_grad():
+            uncond = half(negative_model_inputs)
+        return cls.combine_cfg(half(model_inputs), uncond, cls.guidance(module, model_config, model_inputs))
 
     @classmethod
     def forward_and_sample_previous_step(

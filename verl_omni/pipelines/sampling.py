@@ -64,6 +64,40 @@ def transformer_inputs(
     )
 
 
+def halves(
+    adapter: type[DiffusionModelBase],
+    module: torch.nn.Module,
+    positive: dict[str, Any],
+    negative: dict[str, Any],
+    one_forward: bool,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both halves of CFG with their `velocity`: of one forward, if that is wanted and their shapes agree, or of two."""
+    both = joined(positive, negative, adapter.rowless_inputs) if one_forward else None
+    if both is None:
+        uncond, cond = (adapter.forward(module, half).float() for half in (negative, positive))
+    else:
+        cond, uncond = adapter.forward(module, both).float().chunk(2)
+    return positive | {"velocity": cond}, negative | {"velocity": uncond}
+
+
+def joined(one: dict[str, Any], other: dict[str, Any], rowless: tuple[str, ...]) -> dict[str, Any] | None:
+    """The rows of both as one batch; None where they differ in more than their values."""
+    both = {}
+    for name, first in one.items():
+        second = other[name]
+        if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+            if first.shape != second.shape:  # prompts of different lengths
+                return None
+            both[name] = first if name in rowless else torch.cat([first, second])
+        elif isinstance(first, list):
+            both[name] = first + second
+        elif first is second:  # such as no mask
+            both[name] = first
+        else:
+            return None
+    return both
+
+
 @torch.no_grad()
 def denoise(
     adapter: type[DiffusionModelBase],
@@ -76,6 +110,7 @@ def denoise(
     windows: list[tuple[int, int]],
     keep_means: bool = False,
     keep_uncond: bool = False,
+    cfg_in_one_forward: bool = False,
 ) -> Trajectory:
     """Walk from noise to data: stochastic inside each sample's window [start, end), the Euler ODE outside.
 
@@ -105,7 +140,7 @@ def denoise(
             timesteps[rows, slots] = t
         inputs, negative = transformer_inputs(adapter, module, model_config, latents, step, conditions)
         if negative is not None:
-            negative = {"velocity": adapter.forward(module, negative).float()}
+            inputs, negative = halves(adapter, module, inputs, negative, cfg_in_one_forward)
             if inside and keep_uncond:
                 unconds[rows, slots] = negative["velocity"][rows]
         latents, log_prob, mean, _ = scheduler.sample_previous_step(

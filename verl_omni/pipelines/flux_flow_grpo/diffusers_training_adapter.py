@@ -22,6 +22,7 @@ class Flux(DiffusionModelBase):
         "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
         "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
     ]  # fmt: skip
+    rowless_inputs = ("img_ids", "txt_ids")
 
     @classmethod
     def set_timesteps(cls, scheduler, model_config: DiffusionModelConfig, device: torch.device | str) -> None:

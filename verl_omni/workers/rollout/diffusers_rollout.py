@@ -123,6 +123,7 @@ class DiffusersRollout:
                 windows=[tuple(r.params.get("sde_window") or (0, 0)) for r in requests],
                 keep_means=params.get("keep_means", False),
                 keep_uncond=params.get("keep_uncond", False),
+                cfg_in_one_forward=self.config.cfg_in_one_forward,
             )
         self._tick("denoise")
         parts = trajectory.final_latents.split(self.decode_batch_size)
@@ -192,9 +193,9 @@ class DiffusersRollout:
             self.encoders.enter()
             encoded = self.adapter.encode_prompt(self.pipe, list(ids), model_config, images)
             self._prompts[key] = {k: v.cpu() for k, v in encoded.items()}
-            if len(self._prompts) > self._prompt_cache_size:
-                self._prompts.popitem(last=False)
         self._on_device[key] = {k: v.to(self.device) for k, v in self._prompts[key].items()}
+        if len(self._prompts) > self._prompt_cache_size:
+            self._prompts.popitem(last=False)
         return self._on_device[key]
 
 
