@@ -82,6 +82,8 @@ def halves(
 
 def joined(one: dict[str, Any], other: dict[str, Any], rowless: tuple[str, ...]) -> dict[str, Any] | None:
     """The rows of both as one batch; None where they differ in more than their values."""
+    if one.keys() != other.keys():
+        return None
     both = {}
     for name, first in one.items():
         second = other[name]
