@@ -88,7 +88,7 @@ SPEED = {
     "LoRA not folded": UNFOLDED,
     "GELU after the matrix product": [f"{ACTOR}.fsdp_config.fused_gelu=false"],
     "unconditional half computed again": [f"{ACTOR}.reuse_uncond=false"],
-    "both halves of CFG in one forward": [f"{ROLLOUT}.cfg_in_one_forward=true"],
+    "the halves of CFG in two forwards": [f"{ROLLOUT}.cfg_in_one_forward=false"],
     "optimizer not fused": [f"{ACTOR}.optim.fused=false"],
     "VAE not compiled": [f"{ROLLOUT}.compile_vae=false"],
     "another attention kernel (flash)": [f"{ACTOR}.fsdp_config.attention_backend=_native_flash"],

@@ -112,7 +112,7 @@ def denoise(
     windows: list[tuple[int, int]],
     keep_means: bool = False,
     keep_uncond: bool = False,
-    cfg_in_one_forward: bool = False,
+    cfg_in_one_forward: bool = True,
 ) -> Trajectory:
     """Walk from noise to data: stochastic inside each sample's window [start, end), the Euler ODE outside.
 

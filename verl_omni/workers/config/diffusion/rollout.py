@@ -77,7 +77,7 @@ class DiffusionRolloutConfig:
     max_num_seqs: int = knob(32, "requests in one forward")
     request_batch_max_wait_ms: float = knob(20.0, "how long a batch that is not full waits for more requests")
     cfg_in_one_forward: bool = knob(
-        False, "under CFG, both halves of a step in one forward (of twice max_num_seqs rows), where their shapes agree"
+        True, "under CFG, both halves of a step in one forward (of twice max_num_seqs rows), where their shapes agree"
     )
     compile_vae: bool | None = knob(
         None, "compile the VAE's decoder; null: that of an image VAE, on a GPU, without vae_tiling"
