@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from diffusers import SD3Transformer2DModel
-from tiny_models import tiny_sd3_transformer
+from diffusers import QwenImageTransformer2DModel, SD3Transformer2DModel
+from tiny_models import tiny_checkpoint, tiny_sd3_transformer
 
 from verl_omni.workers.engine.fsdp.fused_gelu import fuse_gelu
 from verl_omni.workers.engine.fsdp.parallel import compile_blocks
@@ -115,3 +115,32 @@ def test_gelu_inside_the_product(module, graphs, backend):
     assert len(graphs) == 6
     assert not any("_addmm_activation" in graph.code for graph in graphs[3:])
     torch.testing.assert_close(compiled_gradients, gradients, atol=0.02, rtol=0.05)
+
+
+def test_prompts_of_any_length_share_their_graphs(graphs, backend):
+    """With padding and without: one graph for the first length, one for all others, one more where the mask was new."""
+    torch._dynamo.reset()
+    module = QwenImageTransformer2DModel.from_pretrained(tiny_checkpoint(), subfolder="transformer").eval()
+
+    @torch.no_grad()
+    def run(tokens: int, padded: bool) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(tokens)
+        mask = torch.ones(2, tokens, dtype=torch.bool)
+        mask[0, tokens // 2 :] = False
+        return module(
+            hidden_states=torch.randn(2, 16, module.config.in_channels, generator=generator),
+            timestep=torch.tensor([0.3, 0.7]),
+            img_shapes=[[(1, 4, 4)]] * 2,
+            encoder_hidden_states=torch.randn(2, tokens, module.config.joint_attention_dim, generator=generator),
+            encoder_hidden_states_mask=mask if padded else None,
+            return_dict=False,
+        )[0]
+
+    calls = [(tokens, padded) for tokens in (11, 35, 28, 17, 40, 5) for padded in (False, True)]
+    expected = [run(*call) for call in calls]
+    compile_blocks({"transformer": module}, backend=backend)
+    counts = []
+    for call, velocity in zip(calls, expected, strict=True):
+        torch.testing.assert_close(run(*call), velocity)
+        counts.append(len(graphs))
+    assert counts == [1, 2, 3] + [4] * 9

@@ -89,14 +89,15 @@ def enter_like_the_others(block: torch.nn.Module) -> None:
     """Give the first block its inputs as the blocks before give them to all others, so that one graph serves all.
 
     SD3's patch embedding hands over (B, L, C) as a transposed view, a layout that every residual sum after it would
-    keep, and under LoRA what it hands over needs no gradient, where the inputs of later blocks do.
+    keep, and under LoRA what it hands over needs no gradient, where the inputs of later blocks do. Any view, such as a
+    linear layer's output, takes its own graph for any size, as dynamo looks at the sizes of what it is a view of.
     """
     forward, passed_on = block.forward, streams(block)
 
     def alike(name: str, value: Any) -> Any:
         if name not in passed_on or not isinstance(value, torch.Tensor):
             return value
-        value = value.contiguous()
+        value = value.clone(memory_format=torch.contiguous_format) if value._is_view() else value.contiguous()
         lacks_gradient = torch.is_grad_enabled() and not value.requires_grad
         return value.detach().requires_grad_() if lacks_gradient else value
 
