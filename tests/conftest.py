@@ -15,6 +15,12 @@ os.environ.update(
 )
 
 
+def pytest_configure(config):
+    """The tests compute on the CPU, whatever the machine has: their tolerances are those of float32 there."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.fixture(scope="session", autouse=True)
 def stop_ray_at_the_end():
     """A test may leave its Ray running for the next one; the session leaves none behind."""

@@ -21,7 +21,8 @@ def test_the_same_training():
     assert gradients(plain) and not gradients(offloaded)  # those would go to and fro with the weights for nothing
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="memory is pinned for a GPU")
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="memory is pinned for a GPU (pytest -m gpu)")
 def test_a_reference_is_pinned_wherever_the_weights_are():
     engine = make_engine(model_config(tiny_checkpoint()), **OFFLOAD)
     engine.keep_reference()

@@ -37,7 +37,8 @@ def test_when_they_leave(module, offload, expected):
     assert found == [(present, present) for present in expected]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU (pytest -m gpu)")
 def test_every_tensor_leaves_the_device(module):
     module.cuda()
     encoders = Encoders([module], torch.device("cuda"), True)
