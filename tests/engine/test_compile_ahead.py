@@ -9,6 +9,8 @@ from diffusers import SD3Transformer2DModel
 from tiny_models import tiny_sd3_transformer
 from torch._dynamo.utils import counters
 
+from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.pipelines.sampling import halves
 from verl_omni.workers.engine.fsdp import compile_ahead as ahead
 from verl_omni.workers.engine.fsdp.compile_ahead import CompileAhead, compile_ahead
 from verl_omni.workers.engine.fsdp.parallel import compile_blocks
@@ -44,6 +46,22 @@ def test_the_update_finds_its_graphs(module, tmp_path, monkeypatch):
     assert kind.failure is None
     assert counters["inductor"]["fxgraph_cache_hit"] == 2  # forward and backward
     assert counters["inductor"]["fxgraph_cache_miss"] == 0
+
+
+def test_the_rollout_begins_with_the_half_that_is_trained():
+    """Its prompt has another length than the negative one, and the first call says which graphs the update needs."""
+    lengths = []
+
+    class Adapter(DiffusionModelBase):
+        @classmethod
+        def forward(cls, module, inputs):
+            lengths.append(inputs["text"].shape[1])
+            return inputs["text"].sum(1)
+
+    positive, negative = {"text": torch.ones(2, 7)}, {"text": torch.ones(2, 3)}
+    cond, uncond = halves(Adapter, torch.nn.Identity(), positive, negative, one_forward=True)
+    assert lengths == [7, 3]
+    assert (cond["velocity"][0], uncond["velocity"][0]) == (7, 3)
 
 
 def test_one_process_for_each_kind():

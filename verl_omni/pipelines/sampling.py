@@ -73,8 +73,8 @@ def halves(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Both halves of CFG with their `velocity`: of one forward, if that is wanted and their shapes agree, or of two."""
     both = joined(positive, negative, adapter.rowless_inputs) if one_forward else None
-    if both is None:
-        uncond, cond = (adapter.forward(module, half).float() for half in (negative, positive))
+    if both is None:  # first the half that is trained: by its sizes the update's graphs are compiled ahead
+        cond, uncond = (adapter.forward(module, half).float() for half in (positive, negative))
     else:
         cond, uncond = adapter.forward(module, both).float().chunk(2)
     return positive | {"velocity": cond}, negative | {"velocity": uncond}
