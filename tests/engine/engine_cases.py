@@ -88,10 +88,9 @@ def gradients(engine: PPODiffusersFSDPEngine) -> dict[str, torch.Tensor]:
     return {n: whole(p.grad) for n, p in engine.parameters.items() if p.grad is not None}
 
 
-def make_rollout(engine: PPODiffusersFSDPEngine) -> DiffusersRollout:
-    return DiffusersRollout(
-        DiffusionRolloutConfig(), engine.model_config, engine.module, torch.device("cpu"), torch.float32
-    )
+def make_rollout(engine: PPODiffusersFSDPEngine, **settings: Any) -> DiffusersRollout:
+    config = DiffusionRolloutConfig(**settings)
+    return DiffusersRollout(config, engine.model_config, engine.module, torch.device("cpu"), torch.float32)
 
 
 def requests(rollout: DiffusersRollout, prompts: list[str], first_seed: int = 0, **params: Any) -> list[_Request]:
@@ -105,10 +104,16 @@ def requests(rollout: DiffusersRollout, prompts: list[str], first_seed: int = 0,
     ]
 
 
-def roll_out(engine: PPODiffusersFSDPEngine, per_prompt: int = 2, **params: Any) -> dict[str, torch.Tensor]:
+def roll_out(
+    engine: PPODiffusersFSDPEngine,
+    per_prompt: int = 2,
+    texts: list[str] = PROMPTS,
+    rollout: DiffusersRollout | None = None,
+    **params: Any,
+) -> dict[str, torch.Tensor]:
     """A training batch: trajectories of the engine's own policy, with advantages that have both signs."""
-    rollout = make_rollout(engine)
-    prompts = [text for text in PROMPTS for _ in range(per_prompt)]
+    rollout = make_rollout(engine) if rollout is None else rollout
+    prompts = [text for text in texts for _ in range(per_prompt)]
     with engine.eval_mode():
         params = {"keep_trajectory": True, "sde_window": (0, STEPS - 1)} | params
         outputs = rollout.run_batch(requests(rollout, prompts, **params))

@@ -4,7 +4,17 @@ import functools
 
 import pytest
 import torch
-from engine_cases import add_reference, assert_same, loss_function, make_engine, model_config, roll_out, update, weights
+from engine_cases import (
+    add_reference,
+    assert_same,
+    loss_function,
+    make_engine,
+    make_rollout,
+    model_config,
+    roll_out,
+    update,
+    weights,
+)
 from tiny_models import tiny_checkpoint
 
 from verl_omni.workers.engine.fsdp import diffusers_impl
@@ -70,6 +80,23 @@ def test_the_rollouts_own_unconditional_half():
         found.append(weights(engine))
         calls.append(None)
     assert_same(*found)
+    once, twice = (calls[: calls.index(None)], calls[calls.index(None) + 1 : -1])
+    assert 2 * len(once) == len(twice) > 0
+
+
+def test_both_halves_of_cfg_in_one_forward():
+    found, calls = [], []
+    for one_forward in (True, False):
+        engine = make_engine(config())
+        hook = engine.module.register_forward_pre_hook(lambda *_: calls.append(1))
+        rollout = make_rollout(engine, cfg_in_one_forward=one_forward)
+        data = roll_out(engine, texts=["bright", "purple"], rollout=rollout)  # as long as the negative prompt
+        hook.remove()
+        calls.append(None)
+        update(engine, data, loss_function())
+        found.append((data, weights(engine)))
+    for one, two in zip(*found, strict=True):
+        assert_same(one, two)
     once, twice = (calls[: calls.index(None)], calls[calls.index(None) + 1 : -1])
     assert 2 * len(once) == len(twice) > 0
 
