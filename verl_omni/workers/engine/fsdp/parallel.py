@@ -97,7 +97,7 @@ def enter_like_the_others(block: torch.nn.Module) -> None:
     def alike(name: str, value: Any) -> Any:
         if name not in passed_on or not isinstance(value, torch.Tensor):
             return value
-        value = value.clone(memory_format=torch.contiguous_format) if value._is_view() else value.contiguous()
+        value = value.clone(memory_format=torch.contiguous_format)
         lacks_gradient = torch.is_grad_enabled() and not value.requires_grad
         return value.detach().requires_grad_() if lacks_gradient else value
 
