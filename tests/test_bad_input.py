@@ -114,6 +114,11 @@ CASES = {
     ),
     "reward parameter": (["reward.custom_reward_function.path={data}/typo.py"], 'did you mean "image"'),
     "module not there": ([f"{A}model.external_lib=no_such_module"], "is its folder on PYTHONPATH?"),
+    # what would change nothing
+    "devices apart": ([f"{A}hybrid_engine=false"], "generates on the devices that train; leave it true"),
+    "weights of steps": (["algorithm.rollout_correction.rollout_is=step"], "there is nothing to correct"),
+    "rejection": (["algorithm.rollout_correction.rollout_rs=step_k1"], "rollout_rs=step_k1: the embedded engine"),
+    "served reward model": (["reward.reward_model.enable=true"], "call it in a function of your own"),
     # numbers
     "height": ([f"{A}rollout.pipeline.height=40"], "height=40 is no multiple of 16 (vae_scale_factor * 2): try 32 or"),
     "width of validation": ([f"{A}rollout.val_kwargs.pipeline.width=8"], "val_kwargs.pipeline.width=8 is no multiple"),

@@ -74,6 +74,7 @@ def _check(settings: DiffusionTrainerConfig) -> None:
     if settings.data.val_files is None and trainer.val_only:
         raise ValueError("trainer.val_only=true needs data.val_files: give a parquet or JSONL file of prompts")
     _check_engine(arr.actor)
+    _check_effect(settings)
     get_diffusion_adv_estimator_fn(settings.algorithm.adv_estimator)
     if settings.algorithm.adv_estimator == "gdpo" and not settings.algorithm.reward_weights:
         raise ValueError(
@@ -105,6 +106,27 @@ def _check_engine(actor: DiffusionActorConfig) -> None:
             _one_of(f"{where}checkpoint.{name}", value, ("model", "optimizer", "extra", "export"))
     if not 0 <= actor.ema_decay < 1:
         raise ValueError(f"{where}ema_decay={actor.ema_decay}: expected 0 (none) or a number below 1, such as 0.99")
+
+
+def _check_effect(settings: DiffusionTrainerConfig) -> None:
+    """What would change nothing is refused: a run is not to look corrected or scored when it is not."""
+    if not settings.actor_rollout_ref.hybrid_engine:
+        raise ValueError(
+            "actor_rollout_ref.hybrid_engine=false: the embedded engine generates on the devices that train; "
+            "leave it true"
+        )
+    for name in ("rollout_is", "rollout_rs"):
+        value = getattr(settings.algorithm.rollout_correction, name)
+        if value is not None:
+            raise ValueError(
+                f"algorithm.rollout_correction.{name}={value}: the embedded engine samples with the weights that are "
+                "trained, so there is nothing to correct; leave it null"
+            )
+    if settings.reward.reward_model.enable:
+        raise ValueError(
+            "reward.reward_model.enable=true: no reward model is served beside the training; call it in a function of "
+            "your own (reward.custom_reward_function.path)"
+        )
 
 
 def _check_guidance(settings: DiffusionTrainerConfig, adapter: type[DiffusionModelBase]) -> None:

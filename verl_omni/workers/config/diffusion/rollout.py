@@ -71,7 +71,7 @@ class AgentConfig:
 
 @dataclass
 class DiffusionRolloutConfig:
-    name: str = knob("diffusers", "rollout engine: diffusers (embedded, on the actor's own weights) or vllm_omni")
+    name: str = knob("diffusers", "rollout engine: diffusers (embedded, on the actor's own weights)")
     n: int = knob(16, "images a prompt: the group that is compared")
     seed: int = knob(0, "seed of the training rollouts")
     max_num_seqs: int = knob(32, "requests in one forward")
