@@ -6,9 +6,8 @@
     python -m benchmarks.sweep exact sd35m         # the same, next to a computation in float32
     python -m benchmarks.sweep memory --small      # in miniature, on a CPU
 
-The step is the trainer's own, after one that is not timed. `cost` does not compile, and has the halves of CFG in two
-forwards. Prints a table; for `speed` and `exact` with the cosine between the gradients of two steps and those of the
-first setting.
+The step is the trainer's own, after one that is not timed. `cost` does not compile. Prints a table; for `speed` and
+`exact` with the cosine between the gradients of two steps and those of the first setting.
 """
 
 import argparse
@@ -28,7 +27,6 @@ FULL = [f"{MODEL}.lora_rank=0"]
 CHECKPOINTING = [f"{MODEL}.enable_gradient_checkpointing=true"]
 OFFLOAD = [f"{ACTOR}.fsdp_config.param_offload=true", f"{ACTOR}.fsdp_config.optimizer_offload=true"]
 UNFOLDED = [f"{ACTOR}.fsdp_config.fold_lora=false"]
-TWO_FORWARDS = [f"{ROLLOUT}.cfg_in_one_forward=false"]
 LEAN = [*UNFOLDED, f"{ROLLOUT}.encoder_offload=true"]
 
 
@@ -70,7 +68,7 @@ MEMORY: dict[str, Settings] = {
 
 
 def at_once(rows: int) -> list[str]:
-    """In every forward of a step, or twice as many in a rollout's that has both halves of CFG."""
+    """In every forward of a step."""
     reference = f"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu={rows}"
     return [*micro(rows), f"{ROLLOUT}.max_num_seqs={rows}", reference]
 
@@ -90,7 +88,7 @@ SPEED = {
     "LoRA not folded": UNFOLDED,
     "GELU after the matrix product": [f"{ACTOR}.fsdp_config.fused_gelu=false"],
     "unconditional half computed again": [f"{ACTOR}.reuse_uncond=false"],
-    "the halves of CFG in two forwards": TWO_FORWARDS,
+    "both halves of CFG in one forward": [f"{ROLLOUT}.cfg_in_one_forward=true"],
     "optimizer not fused": [f"{ACTOR}.optim.fused=false"],
     "VAE not compiled": [f"{ROLLOUT}.compile_vae=false"],
     "another attention kernel (flash)": [f"{ACTOR}.fsdp_config.attention_backend=_native_flash"],
@@ -214,7 +212,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for i, (name, (images, overrides)) in enumerate(table.items()):
             moments = Path(folder) / f"{i}.pt"
-            given = [*EAGER, *TWO_FORWARDS, *overrides] if options.what == "cost" else overrides
+            given = [*EAGER, *overrides] if options.what == "cost" else overrides
             try:
                 found = apart(measure, work, images, given, moments)
             except OutOfMemoryError as error:
