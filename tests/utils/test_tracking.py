@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import time
 
 import numpy as np
 import pytest
@@ -130,4 +131,8 @@ def test_wandb_offline_writes_below_the_run(tmp_path, monkeypatch):
     tracking.log({"critic/rewards/mean": 0.5}, 1)
     tracking.finish()
     files = list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
-    assert len(files) == 1 and b"critic/rewards/mean" in files[0].read_bytes()
+    assert len(files) == 1
+    until = time.monotonic() + 60  # W&B's own process may write it after `finish` has returned
+    while b"critic/rewards/mean" not in files[0].read_bytes():
+        assert time.monotonic() < until
+        time.sleep(0.1)
