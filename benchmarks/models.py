@@ -24,6 +24,26 @@ QWEN_VAE = {
     "base_dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2,
     "temperal_downsample": [False, True, True], "latents_mean": [0.0] * 16, "latents_std": [1.0] * 16,
 }  # fmt: skip
+FLUX_DEV = {
+    "in_channels": 64, "num_layers": 19, "num_single_layers": 38, "attention_head_dim": 128, "num_attention_heads": 24,
+    "joint_attention_dim": 4096, "pooled_projection_dim": 768, "guidance_embeds": True, "axes_dims_rope": [16, 56, 56],
+}  # fmt: skip
+FLUX_VAE = SD3_VAE | {"scaling_factor": 0.3611, "shift_factor": 0.1159}
+FLUX2_KLEIN_4B = {
+    "in_channels": 128, "num_layers": 5, "num_single_layers": 20, "attention_head_dim": 128, "num_attention_heads": 24,
+    "joint_attention_dim": 7680, "timestep_guidance_channels": 256, "axes_dims_rope": [32, 32, 32, 32],
+}  # fmt: skip
+FLUX2_VAE = {
+    "block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "latent_channels": 32, "norm_num_groups": 32,
+}  # fmt: skip
+Z_IMAGE = {
+    "in_channels": 16, "dim": 3840, "n_layers": 30, "n_refiner_layers": 2, "n_heads": 30, "n_kv_heads": 30,
+    "cap_feat_dim": 2560, "axes_dims": [32, 48, 48], "axes_lens": [1536, 512, 512],
+}  # fmt: skip
+WAN_1_3B = {
+    "num_attention_heads": 12, "attention_head_dim": 128, "in_channels": 16, "out_channels": 16, "text_dim": 4096,
+    "freq_dim": 256, "ffn_dim": 8960, "num_layers": 30, "rope_max_seq_len": 1024,
+}  # fmt: skip
 
 
 def sd35_medium(out: Path) -> Path:
@@ -54,6 +74,43 @@ def qwen_image(out: Path) -> Path:
             text[rope]["mrope_section"] = [16, 24, 24]
     config["vision_config"]["out_hidden_size"] = 3584
     path.write_text(json.dumps(config))
+    return folder
+
+
+def flux_dev(out: Path) -> Path:
+    """Real transformer (12B) and VAE; the text encoders have their real widths and few layers."""
+    folder = build_tiny_random("FluxPipeline", out)
+    _update(folder / "transformer/config.json", FLUX_DEV)
+    _update(folder / "vae/config.json", FLUX_VAE)
+    _update(folder / "text_encoder/config.json", {"hidden_size": 768, "num_attention_heads": 8})
+    _update(folder / "text_encoder_2/config.json", {"d_model": 4096})
+    return folder
+
+
+def flux2_klein(out: Path) -> Path:
+    """Real transformer (4B) and VAE; the text encoder has its real width."""
+    folder = build_tiny_random("Flux2KleinPipeline", out)
+    _update(folder / "transformer/config.json", FLUX2_KLEIN_4B)
+    _update(folder / "vae/config.json", FLUX2_VAE)
+    _update(folder / "text_encoder/config.json", {"hidden_size": 2560})
+    return folder
+
+
+def z_image(out: Path) -> Path:
+    """Real transformer (6B) and VAE; the text encoder has its real width and three layers."""
+    folder = build_tiny_random("ZImagePipeline", out)
+    _update(folder / "transformer/config.json", Z_IMAGE)
+    _update(folder / "vae/config.json", FLUX_VAE)
+    _update(folder / "text_encoder/config.json", {"hidden_size": 2560})
+    return folder
+
+
+def wan_1_3b(out: Path) -> Path:
+    """Real transformer (1.4B) and VAE; the text encoder has its real width and few layers."""
+    folder = build_tiny_random("WanPipeline", out)
+    _update(folder / "transformer/config.json", WAN_1_3B)
+    _update(folder / "vae/config.json", QWEN_VAE)
+    _update(folder / "text_encoder/config.json", {"d_model": 4096})
     return folder
 
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks.run sd35m            # SD3.5-medium, one GPU
     python -m benchmarks.run qwen-image       # Qwen-Image 20B, one GPU
+    python -m benchmarks.run flux-dev flux2-klein z-image wan-1.3b   # the others, few images: do they run, how fast
     python -m benchmarks.run --small          # both in miniature, on a CPU
 
 Further arguments are overrides of the training config. The first steps (compiling) are left out of the averages.
@@ -61,6 +62,19 @@ QWEN = [
     "actor_rollout_ref.model.lora_rank=64",
 ]
 
+
+
+def few(model: str, overrides: list[str]) -> Work:
+    """Sixteen images of a model that is not tuned for speed here: LoRA on attention, two trained steps."""
+    return Work(
+        model,
+        16,
+        [*SQUARE_512, "actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.rollout.algo.sde_window_size=2",
+         "actor_rollout_ref.rollout.max_num_seqs=8", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+         *overrides],
+    )  # fmt: skip
+
+
 WORKS = {
     "sd35m": Work(
         "sd35_medium",
@@ -79,6 +93,13 @@ WORKS = {
         [*SQUARE_512, *QWEN, "actor_rollout_ref.rollout.max_num_seqs=16",
          "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8"],
         {"verl-omni, published, 4 x H800": 0.305},
+    ),
+    "flux-dev": few("flux_dev", ["actor_rollout_ref.rollout.pipeline.guidance_scale=3.5"]),
+    "flux2-klein": few("flux2_klein", ["actor_rollout_ref.rollout.pipeline.guidance_scale=4"]),
+    "z-image": few("z_image", ["actor_rollout_ref.rollout.pipeline.guidance_scale=4"]),
+    "wan-1.3b": few(
+        "wan_1_3b",
+        ["actor_rollout_ref.rollout.pipeline.guidance_scale=5", "actor_rollout_ref.rollout.pipeline.num_frames=17"],
     ),
     "tiny-sd3": Work(
         "tiny_sd3",
