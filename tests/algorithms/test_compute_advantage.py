@@ -20,10 +20,8 @@ def scored() -> DataProto:
         tensors={"sample_level_rewards": torch.tensor([0.0, 1.0, 1.0, 0.0]), "all_timesteps": torch.zeros(4, 3)},
         non_tensors={
             "uid": np.array(["a", "a", "b", "b"], dtype=object),
-            "sharp": np.array(SHARP, dtype=object),
-            "bright": np.array(BRIGHT, dtype=object),
+            "reward_extra_info": np.array([{"sharp": s, "bright": b} for s, b in zip(SHARP, BRIGHT, strict=True)]),
         },
-        meta_info={"reward_extra_keys": ["bright", "sharp"]},
     )
 
 
@@ -55,3 +53,11 @@ def test_an_unknown_reward_is_named():
     config = DiffusionAlgoConfig(adv_estimator="gdpo", reward_weights={"sharpe": 1.0})
     with pytest.raises(ValueError, match='"sharpe".*did you mean "sharp"'):
         compute_advantage(scored(), "gdpo", config=config)
+
+
+@pytest.mark.parametrize("told", [None, "very"])
+def test_a_reward_that_one_image_has_no_number_for_is_named(told):
+    batch, config = scored(), DiffusionAlgoConfig(adv_estimator="gdpo", reward_weights={"sharp": 1.0})
+    batch.non_tensor_batch["reward_extra_info"][2] = {"sharp": told}
+    with pytest.raises(ValueError, match=f'"sharp", and the reward function gave an image {told!r}'):
+        compute_advantage(batch, "gdpo", config=config)

@@ -56,6 +56,17 @@ def test_files_are_joined_in_order_and_numbered_through(tmp_path):
     assert len({tuple(sorted(item)) for item in data}) == 1  # a batch needs the same keys in every row
 
 
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_other_columns_are_handed_on_in_extra_info(tmp_path, suffix):
+    """Whatever their names: none of them may pass for a field that the run itself sets."""
+    others = {"difficulty": 3, "server": 7, "seed": "x", "uid": "u", "sample_id": 1, "index": 9, "raw_prompt": "raw"}
+    rows = [row(**others, extra_info={"split": "train", "difficulty": "hard"}, agent_name="mine")]
+    (item,) = PromptDataset(write(tmp_path / f"a{suffix}", rows))
+    assert item["extra_info"] == others | {"split": "train", "difficulty": "hard"}
+    assert (item["agent_name"], item["index"], item["raw_prompt"]) == ("mine", 0, messages("a sign that reads “407”"))
+    assert not {"server", "seed", "uid", "sample_id", "difficulty"} & item.keys()
+
+
 def test_prompt_key_and_max_samples(tmp_path):
     rows = [{k: v for k, v in row().items() if k != "prompt"} | {"caption": f"c{i}"} for i in range(4)]
     file = write(tmp_path / "a.parquet", rows)

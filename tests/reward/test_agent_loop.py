@@ -1,6 +1,7 @@
 """The agent loop with an engine and reward workers that the tests hold in their hands: no processes."""
 
 import asyncio
+import json
 from unittest import mock
 
 import numpy as np
@@ -19,7 +20,11 @@ from verl_omni.agent_loop.diffusion_agent_loop import (
 )
 from verl_omni.reward_loop.reward_manager import ImageRewardManager
 from verl_omni.trainer.config.schema import DiffusionTrainerConfig
+from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
+from verl_omni.trainer.diffusion.diffusion_metric_utils import compute_data_metrics_diffusion
+from verl_omni.trainer.diffusion.validation import validation_metrics, write_validation
 from verl_omni.utils.arrays import object_array
+from verl_omni.utils.dataset import PromptDataset, create_val_dataloader
 from verl_omni.workers.rollout.base import ImageOutput
 
 GUARD = 60
@@ -217,17 +222,62 @@ def test_an_unknown_agent_name_is_named():
         run(data, lambda prompt: 1.0)
 
 
+OURS = ("uid", "seed", "server", "sample_id", "position", "burst", "reward_worker", "data_source", "prompt", "index")
+
+
+def test_names_of_the_user_and_of_the_run_do_not_meet(tmp_path):
+    """A reward's dict and the data's columns may use any name; rows, groups, seeds and samples.jsonl stay the run's."""
+    rows = [
+        {"data_source": "a", "prompt": f"prompt {i}", "reward_model": {"ground_truth": str(i)}, "difficulty": i}
+        | dict.fromkeys(("uid", "seed", "server", "sample_id", "position", "burst"), 99)
+        for i in range(2)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (loaded,) = create_val_dataloader(PromptDataset(tmp_path / "rows.jsonl"))
+    seen = []
+
+    def score(prompt, extra_info):
+        seen.append((prompt, extra_info["difficulty"], extra_info["server"]))
+        return {"score": float(prompt[-1])} | dict.fromkeys(OURS, 5)
+
+    trainer = mock.Mock(global_step=3)
+    prompts = DataProto.from_single_dict(loaded)
+    sampling = {"max_sequence_length": 64, "negative_prompt": " "}
+    data = BaseRayDiffusionTrainer._rollout_batch(trainer, prompts, 2, np.arange(4), sampling)
+    output = run(data, score)
+    trainer.agent_loop_manager.generate_images.return_value = (output, lambda: output)
+    _, scores = BaseRayDiffusionTrainer._generate_images(trainer, data, "current")
+    result = scores()
+    assert sorted(seen) == [("prompt 0", 0, 99)] * 2 + [("prompt 1", 1, 99)] * 2
+    assert result.non_tensor_batch["uid"].tolist() == ["3-0", "3-0", "3-1", "3-1"]
+    assert result.non_tensor_batch["seed"].tolist() == [0, 1, 2, 3]
+    assert compute_data_metrics_diffusion(result.union(rewards(result)))["critic/rewards/group_size"] == 2
+    assert validation_metrics(result, 2) == {"val-core/a/reward/mean@2": 0.5} | {
+        f"val-aux/a/{name}/mean@2": 5.0 for name in OURS
+    }
+    write_validation(result, tmp_path / "images", limit=-1)
+    lines = [json.loads(line) for line in (tmp_path / "images/samples.jsonl").read_text().splitlines()]
+    assert [(line["seed"], line["index"], line["prompt"]) for line in lines] == [
+        (0, 0, "prompt 0"), (1, 1, "prompt 0"), (2, 2, "prompt 1"), (3, 3, "prompt 1"),
+    ]  # fmt: skip
+    assert lines[0]["reward_extra_info"] == dict.fromkeys(OURS, 5)
+
+
+def rewards(batch: DataProto) -> DataProto:
+    return DataProto.from_dict({"sample_level_rewards": batch.batch["rm_scores"][:, 0]})
+
+
 def test_chunks_whose_rewards_tell_different_things_are_joined():
     chunks = [
         DataProto.from_dict(
             tensors={"rm_scores": torch.tensor([[1.0]] * 2), "prompt_embeds": torch.ones(2, length, 3)},
-            non_tensors={key: np.array(["x", "y"], dtype=object)},
-            meta_info={"reward_extra_keys": [key], "timing": {"images": float(length)}},
+            non_tensors={"reward_extra_info": object_array([{key: "x"}, {key: "y"}])},
+            meta_info={"timing": {"images": float(length)}},
         )
         for key, length in (("read", 2), ("size", 4))
     ]
     joined = join(chunks)
-    assert joined.non_tensor_batch["read"].tolist() == ["x", "y", None, None]
-    assert joined.non_tensor_batch["size"].tolist() == [None, None, "x", "y"]
-    assert joined.meta_info == {"reward_extra_keys": ["read", "size"], "timing": {"images": 4.0}}
+    told = joined.non_tensor_batch["reward_extra_info"].tolist()
+    assert told == [{"read": "x"}, {"read": "y"}, {"size": "x"}, {"size": "y"}]
+    assert joined.meta_info == {"timing": {"images": 4.0}}
     assert joined.batch["prompt_embeds"].shape == (4, 4, 3) and joined.batch["prompt_embeds"][0, 2:].sum() == 0

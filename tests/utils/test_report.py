@@ -47,8 +47,7 @@ def run_dir(tmp_path: Path) -> Path:
                     "score": 0.25 if step == 0 else 1.0,
                     "seed": index,
                     "image": f"{index:05d}.png",
-                    "ocr_text": f"read{step}-{index}",
-                    "exact": float(step > 0),
+                    "reward_extra_info": {"ocr_text": f"read{step}-{index}", "exact": float(step > 0)},
                 }
                 samples.write(json.dumps(sample) + "\n")
     return tmp_path

@@ -209,13 +209,12 @@ def fields(outputs: list[DiffusionAgentLoopOutput]) -> dict[str, torch.Tensor]:
 def collate(outputs: list[DiffusionAgentLoopOutput], scores_only: bool = False) -> DataProto:
     scored = outputs[0].reward_score is not None
     tensors = {} if scored and scores_only else {"responses": torch.stack([o.response for o in outputs])}
-    non_tensors, meta = {}, {}
+    non_tensors = {}
     if scored:
         tensors["rm_scores"] = torch.tensor([[o.reward_score] for o in outputs], dtype=torch.float32)
-        keys = sorted({k for o in outputs for k in o.reward_extra_info})
-        non_tensors = {k: np.array([o.reward_extra_info.get(k) for o in outputs], dtype=object) for k in keys}
-        meta["reward_extra_keys"] = keys
-    return DataProto.from_dict(tensors=tensors, non_tensors=non_tensors, meta_info=meta)
+        # In one column of their own: a reward may give its numbers any name, `seed` and `uid` too.
+        non_tensors["reward_extra_info"] = object_array([o.reward_extra_info for o in outputs])
+    return DataProto.from_dict(tensors=tensors, non_tensors=non_tensors)
 
 
 class DiffusionAgentLoopManager:
@@ -298,11 +297,8 @@ def join(outputs: list[DataProto]) -> DataProto:
     if len(outputs) == 1:
         return outputs[0]
     tensors = {k: pad_and_cat([o.batch[k] for o in outputs]) for k in outputs[0].batch.keys()}
-    keys = sorted({k for o in outputs for k in o.non_tensor_batch})
-    non_tensors = {
-        k: np.concatenate([o.non_tensor_batch.get(k, np.full(len(o), None, dtype=object)) for o in outputs])
-        for k in keys
-    }
-    meta = outputs[0].meta_info | ({"reward_extra_keys": keys} if "reward_extra_keys" in outputs[0].meta_info else {})
-    meta["timing"] = {k: max(o.meta_info["timing"][k] for o in outputs) for k in meta["timing"]}
-    return DataProto.from_dict(tensors=tensors, non_tensors=non_tensors, meta_info=meta)
+    non_tensors = {k: np.concatenate([o.non_tensor_batch[k] for o in outputs]) for k in outputs[0].non_tensor_batch}
+    timing = {k: max(o.meta_info["timing"][k] for o in outputs) for k in outputs[0].meta_info["timing"]}
+    return DataProto.from_dict(
+        tensors=tensors, non_tensors=non_tensors, meta_info=outputs[0].meta_info | {"timing": timing}
+    )

@@ -1,6 +1,6 @@
 """Advantages from one outcome reward per image, compared within the images of one prompt."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -152,10 +152,23 @@ def weighted_rewards(data: "DataProto", rewards: torch.Tensor, weights: Mapping[
     """
     if not weights:
         return {}
-    returned = {k: data.non_tensor_batch[k] for k in data.meta_info.get("reward_extra_keys", [])}
-    returned["score"] = rewards.numpy()
+    returned = data.non_tensor_batch.get("reward_extra_info", [{}] * len(data))
+    known = {"score", *(name for extra in returned for name in extra)}
     for name in weights:
-        if name not in returned:
-            raise ValueError(unknown("reward in algorithm.reward_weights", name, returned))
-    components = {name: torch.tensor(returned[name].astype(np.float32)) for name in weights}
+        if name not in known:
+            raise ValueError(unknown("reward in algorithm.reward_weights", name, known))
+    components = {name: rewards if name == "score" else _told(name, returned) for name in weights}
     return {"sample_level_reward_components": components, "reward_weights": weights}
+
+
+def _told(name: str, returned: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+    """What the reward function gave each image under `name`."""
+    values = [extra.get(name) for extra in returned]
+    try:
+        return torch.tensor([float(value) for value in values])
+    except (TypeError, ValueError):
+        wrong = next(value for value in values if not isinstance(value, int | float))
+        raise ValueError(
+            f'algorithm.reward_weights adds up "{name}", and the reward function gave an image {wrong!r} under that '
+            "name: expected a number for each"
+        ) from None

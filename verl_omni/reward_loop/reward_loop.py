@@ -12,6 +12,7 @@ from verl.trainer.ppo.reward import resolve_reward_manager_cls
 import verl_omni.reward_loop.reward_manager  # noqa: F401  (registers "image")
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
 from verl_omni.reward_loop.reward_function import RewardFunction
+from verl_omni.utils.arrays import object_array
 from verl_omni.utils.external_lib import import_external_lib
 
 
@@ -48,7 +49,12 @@ class RewardLoopManager(VerlRewardLoopManager):
         super()._init_reward_loop_workers()
 
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        return super().compute_rm_score(data)
+        """verl's scores, with what else a reward tells in one column, `reward_extra_info`, as in a rollout."""
+        result = super().compute_rm_score(data)
+        told = {key: result.non_tensor_batch.pop(key) for key in result.meta_info.pop("reward_extra_keys")}
+        rows = [{key: values[i] for key, values in told.items()} for i in range(len(result))]
+        result.non_tensor_batch["reward_extra_info"] = object_array(rows)
+        return result
 
     def shutdown(self) -> None:
         for worker in self.reward_loop_workers:

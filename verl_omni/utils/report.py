@@ -24,7 +24,6 @@ MAX_PAIRS = 36
 THUMBNAIL = 256
 WIDE, NARROW = 1000, 480
 OUTSIDE_STEP = ("testing", "save_checkpoint")
-SAMPLE_FIELDS = {"index", "prompt", "ground_truth", "score", "seed", "image"}
 
 
 @dataclass(frozen=True)
@@ -226,8 +225,7 @@ def _shot(sample: dict[str, Any], folder: Path, step: int) -> str:
     """An image with its score and what else the reward told, such as the text that the OCR read."""
     told = (
         f"<span>{escape(key.replace('_', ' '))}: <b>{escape(_short(value))}</b></span>"
-        for key, value in sample.items()
-        if key not in SAMPLE_FIELDS
+        for key, value in sample.get("reward_extra_info", {}).items()
     )
     good = max(0.0, min(1.0, float(sample["score"])))
     return (

@@ -2,6 +2,7 @@
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,23 @@ def validation_metrics(batch: DataProto, n: int) -> dict[str, float]:
     values: dict[str, list[float]] = defaultdict(list)
     scores = batch.batch["rm_scores"][:, 0].tolist()
     sources = batch.non_tensor_batch["data_source"]
-    for i, (source, score) in enumerate(zip(sources, scores, strict=True)):
+    for source, score, extra in zip(sources, scores, reward_extras(batch), strict=True):
         values[f"val-core/{source}/reward/mean@{n}"].append(score)
-        for key in batch.meta_info.get("reward_extra_keys", []):
-            extra = batch.non_tensor_batch[key][i]
-            if isinstance(extra, int | float | np.number) and not isinstance(extra, bool):
-                values[f"val-aux/{source}/{key}/mean@{n}"].append(float(extra))
+        for key, told in extra.items():
+            if isinstance(told, int | float | np.number) and not isinstance(told, bool):
+                values[f"val-aux/{source}/{key}/mean@{n}"].append(float(told))
     return {name: float(np.mean(v)) for name, v in values.items()}
+
+
+def reward_extras(batch: DataProto) -> Sequence[dict[str, Any]]:
+    """What the reward function told of each image beside its score."""
+    return batch.non_tensor_batch.get("reward_extra_info", [{}] * len(batch))
 
 
 def write_validation(batch: DataProto, folder: Path, limit: int) -> None:
     """`<index>.png` (a video: .gif) and samples.jsonl, one line an image, for the first `limit` images."""
     folder.mkdir(parents=True, exist_ok=True)
-    extras = batch.meta_info.get("reward_extra_keys", [])
+    extras = reward_extras(batch)
     with (folder / "samples.jsonl").open("w") as lines:
         for i in range(len(batch) if limit < 0 else min(limit, len(batch))):
             name = write_image(batch.batch["responses"][i].float() / 255, folder, f"{i:05d}")
@@ -40,7 +45,7 @@ def write_validation(batch: DataProto, folder: Path, limit: int) -> None:
                 "score": batch.batch["rm_scores"][i, 0].item(),
                 "seed": int(batch.non_tensor_batch["seed"][i]),
                 "image": name,
-                **{key: batch.non_tensor_batch[key][i] for key in extras},
+                "reward_extra_info": extras[i],
             }
             lines.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
 

@@ -1,7 +1,9 @@
 """Prompts from parquet or JSONL files in verl's layout, checked as a whole before anything else starts.
 
 Columns: ``data_source`` (which default reward), ``prompt`` (text, or messages with one user turn), ``reward_model``
-(``{"style", "ground_truth"}``); optional ``negative_prompt``, ``images``, ``extra_info``. Other columns are handed on.
+(``{"style", "ground_truth"}``); optional ``negative_prompt``, ``images``, ``agent_name``, ``extra_info``. All other
+columns are handed on in ``extra_info``, under their names: there they reach the reward, and none can pass for a field
+of the run's own such as ``seed``. A key that ``extra_info`` has itself stays as it is.
 A prompt is the user's text alone: the model's own template is added by its adapter.
 """
 
@@ -17,6 +19,7 @@ from torch.utils.data import Dataset
 
 from verl_omni.utils.suggest import nearest
 
+FIELDS = ("data_source", "reward_model", "negative_prompt", "images", "agent_name", "extra_info")
 MESSAGES = '[{"role": "user", "content": "..."}]'
 
 
@@ -57,12 +60,13 @@ class PromptDataset(Dataset):
             raise IndexError(f"prompt {index} of {self._length}")
         row = self._rows[index]
         prompt = row.pop(self.prompt_key)
+        others = {column: row.get(column) for column in self.columns if column not in (*FIELDS, self.prompt_key)}
         return {
-            **{column: row.get(column) for column in self.columns if column != self.prompt_key},
+            **{column: row.get(column) for column in self.columns if column in FIELDS},
             "prompt": user_text(prompt),
             "raw_prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
             "negative_prompt": user_text(row.get("negative_prompt") or ""),
-            "extra_info": row.get("extra_info") or {},
+            "extra_info": others | (row.get("extra_info") or {}),
             "index": index,
             "dummy_tensor": torch.zeros(1, dtype=torch.uint8),  # verl's DataProto takes its length from a tensor
         }
