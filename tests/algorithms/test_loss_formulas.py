@@ -245,6 +245,9 @@ def test_kl_equals_its_formula_and_has_a_gradient():
     # with one s for all, as documented
     scalar, _ = KLLoss.compute_loss(prev_sample_mean=mean, ref_prev_sample_mean=ref, std_dev_t=torch.tensor(0.5))
     torch.testing.assert_close(scalar, ((mean - ref) ** 2).mean() * 2)
+    # with the divisor of the step's authors
+    other, _ = KLLoss.compute_loss(prev_sample_mean=mean, ref_prev_sample_mean=ref, std_dev_t=s, kl_std=s / 2)
+    torch.testing.assert_close(other, 4 * loss)
 
 
 def test_kl_is_called_with_the_engines_names():

@@ -7,6 +7,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from verl_omni.pipelines.schedulers import FlowMatchSDEDiscreteScheduler, get_step, register_step
+from verl_omni.pipelines.schedulers.steps import kl_std
 
 STEPS = ["sde", "cps", "dance_sde"]
 # The scheduler configs of real checkpoints: SD3, Qwen-Image (dynamic shift stretched to a terminal σ), FLUX.
@@ -267,6 +268,11 @@ def test_a_registered_step_works_by_name_and_a_name_is_taken_once():
     _, _, mean, std_dev_t = sched.sample_previous_step(x, v, sched.timesteps[1], sde_type="test_half_euler")
     torch.testing.assert_close(mean, x + 0.5 * (sched.sigmas[2] - sched.sigmas[1]) * v)
     assert torch.equal(std_dev_t, torch.full((3, 1, 1, 1), 0.7))
+    # its KL is that of two Gaussians, unless it says otherwise
+    root = sched.sqrt_neg_dt(sched.timesteps[:3])
+    assert torch.equal(kl_std("test_half_euler", std_dev_t, root), std_dev_t * root[:, None, None, None])
+    register_step("test_kl_without_dt", kl_with_dt=False)(half_euler.formula)
+    assert torch.equal(kl_std("test_kl_without_dt", std_dev_t, root), std_dev_t)
     with pytest.raises(ValueError, match='"sde" is already registered by verl_omni.pipelines.schedulers.steps.sde'):
         register_step("sde")(half_euler.formula)
 

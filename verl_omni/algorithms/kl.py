@@ -15,14 +15,22 @@ class KLLoss(DiffusionLossFn):
 
     @classmethod
     def compute_loss(
-        cls, *, prev_sample_mean: torch.Tensor, ref_prev_sample_mean: torch.Tensor, std_dev_t: torch.Tensor
+        cls,
+        *,
+        prev_sample_mean: torch.Tensor,
+        ref_prev_sample_mean: torch.Tensor,
+        std_dev_t: torch.Tensor,
+        kl_std: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """``mean((μ-μ_ref)²)/(2s²)``: Flow-GRPO's, a penalty per unit of time, hence without dt. It has a gradient.
+        """``mean((μ-μ_ref)²)/(2d²)``, d = ``kl_std``. It has a gradient.
 
-        Means are (B, ...), std_dev_t is (B, 1, ...) or scalar.
+        d is what the authors of the step divide by, so that their `kl_loss_coef` means the same here: s of Flow-GRPO's
+        step, a penalty per unit of time, else s·√(-dt), the KL of the two Gaussians. Without it d = s. Means are
+        (B, ...), std_dev_t and kl_std (B, 1, ...) or scalar.
         """
         squared = row_mean((prev_sample_mean - ref_prev_sample_mean.detach()) ** 2)
-        loss = (squared / (2 * per_row(std_dev_t, len(squared)) ** 2)).mean()
+        d = per_row(std_dev_t if kl_std is None else kl_std, len(squared))
+        loss = (squared / (2 * d**2)).mean()
         return loss, {"kl_loss": loss.detach()}
 
     def __call__(self, *, config, model_output, data) -> DiffusionLossResult:
@@ -30,5 +38,6 @@ class KLLoss(DiffusionLossFn):
             prev_sample_mean=model_output["prev_sample_mean"],
             ref_prev_sample_mean=data["ref_prev_sample_mean"],
             std_dev_t=model_output["std_dev_t"],
+            kl_std=model_output.get("kl_std"),
         )
         return DiffusionLossResult(loss=loss, metrics=metrics)

@@ -35,6 +35,7 @@ class LossFunction:
                 prev_sample_mean=model_output["prev_sample_mean"],
                 ref_prev_sample_mean=data["ref_prev_sample_mean"],
                 std_dev_t=model_output["std_dev_t"],
+                kl_std=model_output.get("kl_std"),
             )
             result.loss = result.loss + self.config.kl_loss_coef * kl
             result.metrics = {**result.metrics, **metrics, "kl_loss": kl.detach()}

@@ -7,7 +7,8 @@ stochastic step is the Euler step and a pull towards less predicted noise, which
     μ = x + dt·v + κ·ε̂,    x' = μ + s·√(-dt)·z,    z ~ N(0, I)
 
 with s = 0 and κ = 0, exactly the ODE, at noise level 0. Every step type returns s, the diffusion coefficient, as
-``std_dev_t``, so that losses need not know which step made a sample.
+``std_dev_t``, so that losses need not know which step made a sample. What a KL to the reference is measured in differs
+from author to author: ``kl_std`` says it.
 """
 
 import math
@@ -39,6 +40,8 @@ class Step:
     name: str
     formula: Formula
     density: Density = gaussian
+    #: whether its authors' KL divides by the whole variance s²·(-dt), which is exact, or by s² alone
+    kl_with_dt: bool = True
 
     def __call__(
         self,
@@ -74,15 +77,16 @@ class Step:
 _STEPS: Registry[Step] = Registry("sde_type")
 
 
-def register_step(name: str, density: Density = gaussian) -> Callable[[Formula], Step]:
+def register_step(name: str, density: Density = gaussian, kl_with_dt: bool = True) -> Callable[[Formula], Step]:
     """Make a step type out of a formula ``(x, v, sigma, sigma_next, noise_level) -> (mean, std_dev_t)``.
 
     The formula gets float32 tensors that broadcast against each other. ``std_dev_t`` is the diffusion coefficient: the
-    noise added is ``std_dev_t·√(-dt)·z``. The name then works as ``actor_rollout_ref.rollout.algo.sde_type``.
+    noise added is ``std_dev_t·√(-dt)·z``. The name then works as ``actor_rollout_ref.rollout.algo.sde_type``. A KL to
+    the reference is that of the two Gaussians, or, without ``kl_with_dt``, leaves dt out.
     """
 
     def wrap(formula: Formula) -> Step:
-        step = Step(name, formula, density)
+        step = Step(name, formula, density, kl_with_dt)
         _STEPS.add(name, step, defined_by=formula)
         return step
 
@@ -99,13 +103,22 @@ def step_names() -> list[str]:
     return _STEPS.names()
 
 
+def kl_std(sde_type: str, std_dev_t: torch.Tensor, sqrt_neg_dt: torch.Tensor) -> torch.Tensor:
+    """What a KL to the reference is measured in, as the authors of the step have it: of the shape of ``std_dev_t``.
+
+    A type that only an adapter's own scheduler knows has the exact one, the standard deviation of the noise added.
+    """
+    with_dt = get_step(sde_type).kl_with_dt if sde_type in _STEPS else True
+    return std_dev_t * sqrt_neg_dt.reshape(-1, *std_dev_t.shape[1:]) if with_dt else std_dev_t
+
+
 @register_step("ode")
 def ode(x, v, sigma, sigma_next, noise_level):
     """The Euler step, whatever the noise level."""
     return x + (sigma_next - sigma) * v, torch.zeros_like(sigma)
 
 
-@register_step("sde")
+@register_step("sde", kl_with_dt=False)
 def sde(x, v, sigma, sigma_next, noise_level):
     """Flow-GRPO (arXiv 2505.05470): ``s = a·√(σ/(1-σ))``, ``κ = s²dt/(2σ) = a²dt/(2(1-σ))``."""
     # At the very first step σ = 1 (up to rounding) and s would be infinite: there the next σ stands in.

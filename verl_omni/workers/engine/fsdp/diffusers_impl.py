@@ -18,6 +18,7 @@ with warnings.catch_warnings():  # verl announces every engine whose package is 
 
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.sampling import transformer_inputs
+from verl_omni.pipelines.schedulers.steps import kl_std
 from verl_omni.workers.config import CheckpointConfig, DiffusionModelConfig, FSDPConfig, OptimizerConfig
 from verl_omni.workers.engine.fsdp import checkpoint_io
 from verl_omni.workers.engine.fsdp.attention import choose_attention
@@ -373,7 +374,7 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
         self.scheduler.check_timesteps(data["all_timesteps"].float())
 
     def prepare_model_outputs(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """log_probs (N,), prev_sample_mean (N, ...) and std_dev_t (N, 1, ...) of N stored (sample, step) pairs."""
+        """log_probs (N,), prev_sample_mean (N, ...), std_dev_t and kl_std (N, 1, ...) of N stored (sample, step)s."""
         sample, timestep = micro_batch["latents"][:, 0], micro_batch["timesteps"][:, 0]
         inputs, negative = transformer_inputs(
             self.adapter, self.module, self.model_config, sample, timestep, micro_batch
@@ -390,7 +391,8 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
             step=0,
         )
         micro_batch["sqrt_dt"] = self.scheduler.sqrt_neg_dt(timestep)
-        return {"log_probs": log_probs, "prev_sample_mean": mean, "std_dev_t": std_dev_t}
+        in_kl = kl_std(self.model_config.algo.sde_type, std_dev_t, micro_batch["sqrt_dt"])
+        return {"log_probs": log_probs, "prev_sample_mean": mean, "std_dev_t": std_dev_t, "kl_std": in_kl}
 
 
 def resolve_dtypes(config: FSDPConfig, device: torch.device, lora: bool) -> tuple[torch.dtype, torch.dtype]:
