@@ -6,22 +6,24 @@ import torch
 
 from verl_omni.algorithms.advantages import apply_adv_mode
 from verl_omni.algorithms.registry import estimate_advantages
+from verl_omni.trainer.config.algorithm import DiffusionAlgoConfig
 from verl_omni.trainer.diffusion.diffusion_algos import (
     compute_flow_grpo_outcome_advantage,
     compute_gdpo_outcome_advantage,
 )
+from verl_omni.utils.knob import check_ranges
 
 INDEX = np.array(["b", "a", "b", "c", "a", "b", "a", "d", "d"], dtype=object)  # c is a group of one
 REWARDS = np.array([0.1, 0.9, 0.4, 5.0, 0.3, 0.7, 0.2, 0.6, 0.6])  # d has equal rewards
 
 
-def expected(rewards, global_std, norm):
+def expected(rewards, global_std, norm, ddof=1):
     out = np.zeros_like(rewards)
     for group in set(INDEX):
         rows = INDEX == group
         out[rows] = rewards[rows] - rewards[rows].mean()
         if norm:
-            std = rewards.std(ddof=1) if global_std else rewards[rows].std(ddof=1) if rows.sum() > 1 else 0.0
+            std = rewards.std(ddof=ddof) if global_std else rewards[rows].std(ddof=ddof) if rows.sum() > 1 else 0.0
             out[rows] /= std + 1e-4
     return torch.from_numpy(out).float()
 
@@ -41,6 +43,19 @@ def test_flow_grpo_advantage(global_std, norm):
     columns, _ = compute_flow_grpo_outcome_advantage(two, INDEX, norm_adv_by_std_in_grpo=norm, global_std=global_std)
     torch.testing.assert_close(columns[:, 0], advantages)
     torch.testing.assert_close(columns[:, 1], expected(2 * REWARDS, global_std, norm), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("global_std", [True, False])
+def test_the_ddof_of_the_standard_deviation_is_a_setting(global_std):
+    """flow_grpo's own code divides by np.std."""
+    rewards, config = torch.from_numpy(REWARDS).float(), DiffusionAlgoConfig(adv_std_ddof=0)
+    advantages, _ = compute_flow_grpo_outcome_advantage(rewards, INDEX, global_std=global_std, config=config)
+    torch.testing.assert_close(advantages, expected(REWARDS, global_std, True, ddof=0), rtol=1e-5, atol=1e-6)
+    assert advantages[3] == 0
+    gdpo, _ = estimate_advantages("gdpo", index=INDEX, sample_level_reward_components={"x": rewards}, config=config)
+    torch.testing.assert_close(gdpo, gdpo_expected([REWARDS], [1], ddof=0), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="adv_std_ddof=2: expected 0 or more, at most 1"):
+        check_ranges(DiffusionAlgoConfig(adv_std_ddof=2))
 
 
 def test_a_batch_of_one_image_has_advantage_zero():
@@ -70,14 +85,14 @@ def test_a_reward_that_is_no_number_is_never_a_silent_zero(bad):
         compute_flow_grpo_outcome_advantage(rewards[:8], INDEX)
 
 
-def gdpo_expected(components, weights):
+def gdpo_expected(components, weights, ddof=1):
     total = np.zeros(len(INDEX))
     for rewards, weight in zip(components, weights, strict=True):
         for group in set(INDEX):
             rows = INDEX == group
-            std = rewards[rows].std(ddof=1) if rows.sum() > 1 else 0.0
+            std = rewards[rows].std(ddof=ddof) if rows.sum() > 1 else 0.0
             total[rows] += weight * (rewards[rows] - rewards[rows].mean()) / max(std, 1e-6)
-    return torch.from_numpy((total - total.mean()) / (total.std(ddof=1) + 1e-4)).float()
+    return torch.from_numpy((total - total.mean()) / (total.std(ddof=ddof) + 1e-4)).float()
 
 
 def test_gdpo_standardises_each_reward_before_adding():

@@ -34,7 +34,7 @@ def compute_flow_grpo_outcome_advantage(
         epsilon: keeps the divisor away from 0.
         norm_adv_by_std_in_grpo: divide by the standard deviation; without it this is Dr.GRPO (arXiv 2503.20783).
         global_std: the standard deviation is the whole batch's, not the group's.
-        config: the `algorithm` section; not used here.
+        config: the `algorithm` section: `adv_std_ddof`, 1 without it.
         kwargs: what other estimators need; not used here.
 
     Returns:
@@ -42,12 +42,13 @@ def compute_flow_grpo_outcome_advantage(
     """
     rewards = checked_rewards(sample_level_rewards, index)
     advantages = torch.zeros_like(rewards)
-    batch_std = _std(rewards)
+    ddof = _ddof(config)
+    batch_std = _std(rewards, ddof)
     for rows in _groups(index):
         group = rewards[rows]
         advantages[rows] = group - group.mean(dim=0)
         if norm_adv_by_std_in_grpo:
-            advantages[rows] /= (batch_std if global_std else _std(group)) + epsilon
+            advantages[rows] /= (batch_std if global_std else _std(group, ddof)) + epsilon
     return advantages, advantages
 
 
@@ -58,6 +59,7 @@ def compute_gdpo_outcome_advantage(
     sample_level_reward_components: Mapping[str, torch.Tensor] | torch.Tensor | None = None,
     reward_weights: Mapping[str, float] | list[float] | None = None,
     epsilon: float = 1e-4,
+    config: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """GDPO: several rewards, each standardised within its group before they are added up.
@@ -70,19 +72,20 @@ def compute_gdpo_outcome_advantage(
         sample_level_reward_components: the rewards by name, each (B,), or as one tensor (B, K).
         reward_weights: by name, or in the order of the columns; 1 each by default.
         epsilon: keeps the last divisor away from 0.
+        config: the `algorithm` section: `adv_std_ddof`, 1 without it.
         kwargs: what other estimators need; not used here.
     """
     if sample_level_reward_components is None:
         raise ValueError("adv_estimator=gdpo needs several rewards per image: the reward function returned only one")
-    total = 0.0
+    total, ddof = 0.0, _ddof(config)
     for component, weight in _weighted(sample_level_reward_components, reward_weights):
         rewards = checked_rewards(component, index)
         standardised = torch.zeros_like(rewards)
         for rows in _groups(index):
             group = rewards[rows]
-            standardised[rows] = (group - group.mean()) / _std(group).clamp_min(GDPO_LEAST_STD)
+            standardised[rows] = (group - group.mean()) / _std(group, ddof).clamp_min(GDPO_LEAST_STD)
         total = total + weight * standardised
-    advantages = (total - total.mean()) / (_std(total) + epsilon)
+    advantages = (total - total.mean()) / (_std(total, ddof) + epsilon)
     return advantages, advantages
 
 
@@ -110,9 +113,13 @@ def _groups(index: np.ndarray) -> Iterator[torch.Tensor]:
         yield torch.from_numpy(np.flatnonzero(group == number))
 
 
-def _std(values: torch.Tensor) -> torch.Tensor:
-    """`torch.std` (ddof 1) over the first dimension; 0 for a single value, which has no spread to speak of."""
-    return values.std(dim=0) if len(values) > 1 else torch.zeros_like(values[0])
+def _ddof(config: Any) -> int:
+    return getattr(config, "adv_std_ddof", 1)
+
+
+def _std(values: torch.Tensor, ddof: int) -> torch.Tensor:
+    """Over the first dimension; 0 for a single value, which has no spread to speak of."""
+    return values.std(dim=0, correction=ddof) if len(values) > 1 else torch.zeros_like(values[0])
 
 
 def checked_rewards(rewards: torch.Tensor, index: np.ndarray) -> torch.Tensor:

@@ -25,6 +25,9 @@ class DiffusionAlgoConfig:
     adv_estimator: str = knob("flow_grpo", "name of a registered advantage estimator or algorithm")
     norm_adv_by_std_in_grpo: bool | None = knob(True, "divide advantages by the standard deviation; false is Dr.GRPO")
     global_std: bool | None = knob(True, "that of the whole batch, not of the group")
+    adv_std_ddof: int = knob(
+        1, "the standard deviation divides by N minus this: 1 as torch.std, 0 as np.std and flow_grpo", least=0, most=1
+    )
     reward_weights: dict[str, float] = knob(
         {}, "gdpo: the rewards to add up, as {name: weight}; names are keys of what the reward function returns"
     )
