@@ -182,5 +182,5 @@ def test_a_user_registers_a_reward_by_name():
     white = Image.new("RGB", (4, 4), "white")
     result = default_compute_score_image("test_brightness", white, "t", extra_info={"prompt": "p", "index": 5})
     assert result == {"score": 1.0, "seen": ("t", "p", 5)}
-    with pytest.raises(ValueError, match="registered already"):
+    with pytest.raises(ValueError, match="already registered"):
         register_reward("test_brightness")(lambda *_: [])

@@ -1,5 +1,6 @@
 """Names: built-in, declared, implied by a loss or an estimator alone, and added by a user's module."""
 
+import importlib.util
 import subprocess
 import sys
 import textwrap
@@ -200,6 +201,26 @@ def test_a_name_is_taken_once():
         face.register_diffusion_loss("flow_grpo")(Impostor)
     with pytest.raises(TypeError, match="non-empty string"):
         Registry("thing").add("", Impostor)
+
+
+def test_a_file_under_two_names_defines_the_same(tmp_path):
+    """A module that a run imports by its name, and by its path as a reward function."""
+    code = """
+        class Thing: pass
+        def function(): pass
+        things.add("mine", Thing)
+        functions.add("mine", function)
+    """
+    (tmp_path / "twice.py").write_text(textwrap.dedent(code))
+    things, functions = Registry("thing"), Registry("function")
+    for name in ("twice", "custom_module_1"):
+        spec = importlib.util.spec_from_file_location(name, tmp_path / "twice.py")
+        module = importlib.util.module_from_spec(spec)
+        module.things, module.functions = things, functions
+        spec.loader.exec_module(module)
+        assert things.get("mine") is module.Thing and functions.get("mine") is module.function
+    with pytest.raises(ValueError, match='thing "mine" is already registered by custom_module_1.Thing'):
+        things.add("mine", Registry)
 
 
 def test_a_wrong_declaration_is_refused():

@@ -14,8 +14,10 @@ from verl.protocol import DataProto
 from verl_omni.agent_loop.diffusion_agent_loop import (
     DiffusionAgentLoopManager,
     DiffusionAgentLoopWorker,
+    DiffusionSingleTurnAgentLoop,
     assign,
     join,
+    register,
     side_by_side,
 )
 from verl_omni.reward_loop.reward_manager import ImageRewardManager
@@ -265,6 +267,15 @@ def test_names_of_the_user_and_of_the_run_do_not_meet(tmp_path):
 
 def rewards(batch: DataProto) -> DataProto:
     return DataProto.from_dict({"sample_level_rewards": batch.batch["rm_scores"][:, 0]})
+
+
+def test_the_name_of_an_agent_loop_is_taken_once():
+    class Other(DiffusionSingleTurnAgentLoop):
+        pass
+
+    with pytest.raises(ValueError, match='agent loop "diffusion_single_turn_agent" is already registered by verl_omni'):
+        register("diffusion_single_turn_agent")(Other)
+    register("diffusion_single_turn_agent")(DiffusionSingleTurnAgentLoop)  # the same again is no conflict
 
 
 def test_chunks_whose_rewards_tell_different_things_are_joined():

@@ -169,8 +169,9 @@ def test_batches_are_of_one_source_and_mixed_sources_do_not_wait_for_each_other(
 
 
 def test_the_reward_of_each_data_source(monkeypatch):
-    monkeypatch.setitem(_REWARDS, "twice", lambda images, **rest: [{"score": 2.0}] * len(images))
-    monkeypatch.setitem(_REWARDS, "thrice", lambda images, **rest: [{"score": 3.0, "why": "b"}] * len(images))
+    monkeypatch.setattr(_REWARDS, "_entries", dict(_REWARDS._entries))
+    _REWARDS.add("twice", lambda images, **rest: [{"score": 2.0}] * len(images))
+    _REWARDS.add("thrice", lambda images, **rest: [{"score": 3.0, "why": "b"}] * len(images))
     rows = [sample(i, ("twice", "thrice")[i % 2], (i // 2, 3)) for i in range(6)]
     answers = scores(None, rows)
     assert [a["reward_score"] for a in answers] == [2.0, 3.0] * 3

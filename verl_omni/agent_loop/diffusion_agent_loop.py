@@ -21,18 +21,18 @@ from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.external_lib import import_external_lib
 from verl_omni.utils.open_images import open_images
-from verl_omni.utils.suggest import unknown
+from verl_omni.utils.registry import Registry
 from verl_omni.workers.config import DiffusionModelConfig
 from verl_omni.workers.rollout.base import ImageOutput, pad_and_cat
 
-AGENT_LOOPS: dict[str, type["DiffusionAgentLoopBase"]] = {}
+AGENT_LOOPS: Registry[type["DiffusionAgentLoopBase"]] = Registry("agent loop")
 
 
 def register(name: str):
     """Class decorator: rows with this `agent_name` run that agent loop."""
 
     def wrap(cls: type) -> type:
-        AGENT_LOOPS[name] = cls
+        AGENT_LOOPS.add(name, cls)
         return cls
 
     return wrap
@@ -129,12 +129,10 @@ class DiffusionAgentLoopWorker:
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], row: dict[str, Any]) -> DiffusionAgentLoopOutput:
         name = row.get("agent_name") or self.default_agent
-        if name not in AGENT_LOOPS:
-            raise ValueError(unknown("agent loop", name, AGENT_LOOPS))
         for key in ("seed", "init_seed", "sde_window", "position", "sample_id"):
             if row.get(key) is not None:
                 sampling_params[key] = row[key]
-        loop = AGENT_LOOPS[name](self.model_config, self.servers[row["server"]])
+        loop = AGENT_LOOPS.get(name)(self.model_config, self.servers[row["server"]])
         output = await loop.run(sampling_params, tokenizers=self.tokenizers, **row)
         output.image_time = time.perf_counter()
         return output

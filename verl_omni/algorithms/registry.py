@@ -1,8 +1,8 @@
 """Algorithms by name. Open: what a user's `external_lib` registers works wherever a built-in name does.
 
 An algorithm is a loss, an advantage estimator and settings. One that has all three says so with
-`register_algorithm(Algorithm(...))`; one that only brings a loss or an estimator registers just that, and the rest is
-Flow-GRPO's.
+`register_algorithm(Algorithm(...))`; one that only brings a loss, an estimator or a model adapter registers just that,
+and the rest is Flow-GRPO's.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ import torch
 
 from verl_omni.algorithms.base import DiffusionLossFn, merge_extra
 from verl_omni.utils.registry import Registry
-from verl_omni.utils.suggest import unknown
+from verl_omni.utils.suggest import YOUR_OWN, unknown
 
 C = TypeVar("C")
 AdvantageFn = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -82,6 +82,7 @@ def _load_builtins() -> None:
 _LOSSES: Registry[type[DiffusionLossFn]] = Registry("diffusion loss", _load_builtins)
 _ESTIMATORS: Registry[AdvantageFn] = Registry("advantage estimator", _load_builtins)
 _ALGORITHMS: Registry[Algorithm] = Registry("algorithm", _load_builtins)
+_ADAPTED: set[str] = set()  # algorithms that a model adapter is registered for
 
 
 class DiffusionAdvantageEstimator(str, Enum):
@@ -124,17 +125,22 @@ def register_algorithm(algorithm: Algorithm) -> Algorithm:
     return algorithm
 
 
+def name_algorithm(name: str) -> None:
+    """A model adapter is registered for an algorithm of that name: it exists, if only by that adapter."""
+    _ADAPTED.add(name)
+
+
 def algorithm_names() -> list[str]:
     """Every name that `actor_rollout_ref.model.algorithm` accepts."""
-    return sorted({*_ALGORITHMS.names(), *_LOSSES.names(), *_ESTIMATORS.names()})
+    return sorted({*_ALGORITHMS, *_LOSSES, *_ESTIMATORS, *_ADAPTED})
 
 
 def get_algorithm(name: str) -> Algorithm:
-    """The algorithm of that name; where only a loss or an estimator has it, the rest is Flow-GRPO's."""
+    """The algorithm of that name; where only a loss, an estimator or an adapter has it, the rest is Flow-GRPO's."""
     if name in _ALGORITHMS:
         return _ALGORITHMS.get(name)
-    if name not in _LOSSES and name not in _ESTIMATORS:
-        raise ValueError(unknown("algorithm", name, algorithm_names()))
+    if name not in algorithm_names():
+        raise ValueError(unknown("algorithm", name, algorithm_names()) + YOUR_OWN)
     parts = {"loss": _LOSSES, "adv_estimator": _ESTIMATORS}
     own = {part: name for part, registry in parts.items() if name in registry}
     return dataclasses.replace(_ALGORITHMS.get("flow_grpo"), name=name, description="", **own)

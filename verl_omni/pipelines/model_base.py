@@ -7,12 +7,12 @@ flow-matching models share; a new model overrides what differs.
 """
 
 import dataclasses
-import importlib
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import torch
 
+from verl_omni.pipelines.adapter_registry import AdapterRegistry
 from verl_omni.pipelines.utils import (
     load_component,
     load_tokenizers,
@@ -20,7 +20,6 @@ from verl_omni.pipelines.utils import (
     random_pipeline,
     read_component_config,
 )
-from verl_omni.utils.suggest import unknown
 from verl_omni.workers.config import DiffusionModelConfig
 
 Conditions = dict[str, torch.Tensor]
@@ -38,41 +37,10 @@ _BUILTIN: dict[str, str] = {
 }
 
 
-class _Registry:
-    """(architecture, algorithm) -> adapter, where an algorithm without an adapter of its own uses its family's."""
-
-    def __init__(self, kind: str):
-        self.kind = kind
-        self.classes: dict[str, dict[str, type]] = {}
-
-    def add(self, architecture: str, algorithm: str, cls: type) -> None:
-        self.classes.setdefault(architecture, {})[algorithm] = cls
-
-    def architectures(self) -> list[str]:
-        return sorted({*self.classes, *_BUILTIN})
-
-    def find(self, architecture: str, algorithm: str) -> type:
-        if architecture not in self.classes and architecture in _BUILTIN:
-            importlib.import_module(_BUILTIN[architecture])
-        if architecture not in self.classes:
-            raise ValueError(unknown(f"{self.kind} architecture", architecture, self.architectures()))
-        adapters = self.classes[architecture]
-        if algorithm in adapters:
-            return adapters[algorithm]
-        from verl_omni.algorithms.registry import get_algorithm
-
-        family = get_algorithm(algorithm).adapter
-        if family in adapters:
-            return adapters[family]
-        if len(set(adapters.values())) == 1:
-            return next(iter(adapters.values()))
-        raise ValueError(unknown(f"algorithm of the {self.kind} adapters for {architecture}", algorithm, adapters))
-
-
 class DiffusionModelBase(ABC):
     """Adapter of one architecture. All methods are classmethods: an adapter holds no state."""
 
-    registry: ClassVar[_Registry] = _Registry("model")
+    registry: ClassVar[AdapterRegistry] = AdapterRegistry("model", _BUILTIN)
 
     # LoRA target modules where the user names none.
     lora_target_modules: ClassVar[list[str]] = ["to_q", "to_k", "to_v", "to_out.0"]
@@ -306,12 +274,14 @@ class DiffusionModelBase(ABC):
 
 
 class VllmOmniPipelineBase:
-    """Registry of the rollout adapters for vLLM-Omni, which live in the same packages and are imported on demand."""
+    """Registry of rollout adapters for vLLM-Omni. None comes with this version."""
 
-    registry: ClassVar[_Registry] = _Registry("vllm-omni")
+    registry: ClassVar[AdapterRegistry] = AdapterRegistry("vLLM-Omni rollout")
 
     @classmethod
     def register(cls, architecture: str, algorithm: str = "flow_grpo"):
+        """Class decorator: this adapter serves `architecture` (the `_class_name` in model_index.json)."""
+
         def wrap(adapter: type) -> type:
             cls.registry.add(architecture, algorithm, adapter)
             return adapter
@@ -320,4 +290,9 @@ class VllmOmniPipelineBase:
 
     @classmethod
     def get_class(cls, architecture: str, algorithm: str) -> type:
+        if architecture not in cls.registry.adapters:
+            raise ValueError(
+                f"no vLLM-Omni rollout adapter is registered for {architecture}, and none comes with this version: the "
+                "embedded engine (actor_rollout_ref.rollout.name=diffusers) samples with the training adapter"
+            )
         return cls.registry.find(architecture, algorithm)

@@ -3,6 +3,9 @@
 import difflib
 from collections.abc import Iterable
 
+# For names that a user's module can add: where such a module has to be named, for workers too.
+YOUR_OWN = "; one of your own is registered by a module that actor_rollout_ref.model.external_lib names"
+
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """` Did you mean "x"?` when a known name is close to ``name``, else an empty string."""

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from verl_omni.utils.suggest import unknown
+from verl_omni.utils.registry import Registry
 
 RewardFn = Callable[..., list[dict[str, Any]]]
 
-_REWARDS: dict[str, RewardFn] = {}
+_REWARDS: Registry[RewardFn] = Registry("reward (data_source)")
 
 
 def register_reward(name: str) -> Callable[[RewardFn], RewardFn]:
@@ -22,11 +22,7 @@ def register_reward(name: str) -> Callable[[RewardFn], RewardFn]:
     """
 
     def decorator(reward: RewardFn) -> RewardFn:
-        if name in _REWARDS and _REWARDS[name] is not reward:
-            raise ValueError(
-                f'reward "{name}" is registered already, by {_REWARDS[name].__module__}: choose another name'
-            )
-        _REWARDS[name] = reward
+        _REWARDS.add(name, reward)
         return reward
 
     return decorator
@@ -34,6 +30,4 @@ def register_reward(name: str) -> Callable[[RewardFn], RewardFn]:
 
 def get_reward_fn(name: str) -> RewardFn:
     """The reward function registered under ``name``."""
-    if name not in _REWARDS:
-        raise ValueError(unknown("reward (data_source)", name, _REWARDS))
-    return _REWARDS[name]
+    return _REWARDS.get(name)
