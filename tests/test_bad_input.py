@@ -129,13 +129,13 @@ CASES = {
     "no images": ([f"{A}rollout.n=0"], "actor_rollout_ref.rollout.n=0: expected 1 or more"),
     "window outside": ([f"{A}rollout.algo.sde_window_range=[4,12]"], "lies outside the 9 steps that can be trained"),
     "window too large": ([f"{A}rollout.algo.sde_window_size=10"], "expected 1 to 9"),
-    "fraction": (["algorithm.timestep_fraction=1.5"], "expected 0 < f <= 1"),
-    "average": ([f"{A}actor.ema_decay=1.0"], "ema_decay=1.0: expected 0 (none) or a number below 1"),
+    "fraction": (["algorithm.timestep_fraction=1.5"], "timestep_fraction=1.5: expected above 0, at most 1"),
+    "average": ([f"{A}actor.ema_decay=1.0"], "ema_decay=1.0: expected 0 or more, below 1"),
     "checkpoints": (["trainer.max_ckpt_to_keep=0"], "trainer.max_ckpt_to_keep=0: expected 1 or more"),
     "training steps": (["trainer.total_training_steps=0"], "trainer.total_training_steps=0: expected 1 or more"),
     "guidance": ([f"{A}model.algorithm=diffusion_nft", f"{A}rollout.pipeline.true_cfg_scale=4"], "true_cfg_scale=1"),
     # resuming
-    "resume mode": (["trainer.resume_mode=atuo"], "expected auto, disable or resume_path"),
+    "resume mode": (["trainer.resume_mode=atuo"], 'did you mean "auto"'),
     "no checkpoint named": (["trainer.resume_mode=resume_path"], "trainer.resume_from_path=<a global_step_N folder>"),
     "checkpoint that is none": (
         ["trainer.resume_mode=resume_path", "trainer.resume_from_path={data}/run/global_step_3"],
@@ -216,7 +216,7 @@ def test_help_and_the_printed_configuration_are_readable(tmp_path):
     text = command("--help", cwd=tmp_path).stdout
     for knob in ("actor_rollout_ref.model.algorithm=flow_grpo", "trainer.resume_mode=auto", "data.train_files=null"):
         assert f"  {knob}\n      " in text
-    assert "PPO clip range epsilon" in text and "--cfg job" in text
+    assert "PPO clip range epsilon: the ratio is kept within 1 -/+ epsilon [above 0]\n" in text and "--cfg job" in text
     done = command("--cfg", "job", "trainer.save_freq=7", cwd=tmp_path)
     assert done.returncode == 0 and "  save_freq: 7\n" in done.stdout and "hydra:" not in done.stdout
 

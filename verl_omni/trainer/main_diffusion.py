@@ -184,12 +184,11 @@ def main() -> None:
 
 
 def print_help() -> None:
-    from verl_omni.utils.knob import walk
+    from verl_omni.utils.knob import typed, walk
 
     print(__doc__)
-    for name, default, text in walk(schema.DiffusionTrainerConfig):
-        shown = "null" if default is None else str(default).lower() if isinstance(default, bool) else default
-        print(f"  {name}={shown}\n      {text}")
+    for knob in walk(schema.DiffusionTrainerConfig):
+        print(f"  {knob.name}={typed(knob.default)}\n      {knob.text()}")
 
 
 def check_override_names(arguments: list[str]) -> None:

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_omni.trainer.config.algorithm import DiffusionAlgoConfig
-from verl_omni.utils.knob import knob
+from verl_omni.utils.knob import MOST_SEED, knob
+from verl_omni.utils.tracking import known_backends
 from verl_omni.workers.config import (
     DiffusionActorConfig,
     DiffusionModelConfig,
@@ -12,16 +13,21 @@ from verl_omni.workers.config import (
     DiffusionRolloutConfig,
 )
 
+NO_REWARD_MODEL = (
+    "no reward model is served beside the training; call it in a function of your own "
+    "(reward.custom_reward_function.path)"
+)
+
 
 @dataclass
 class DataConfig:
     train_files: Any = knob(None, "parquet or JSONL file(s) of training prompts")
     val_files: Any = knob(None, "file(s) of validation prompts; null: no validation")
-    train_batch_size: int = knob(8, "prompts a training step")
-    val_batch_size: int | None = knob(None, "prompts at once in validation; null: all")
-    val_max_samples: int = knob(-1, "validate on the first so many prompts; -1: all")
+    train_batch_size: int = knob(8, "prompts a training step", least=1)
+    val_batch_size: int | None = knob(None, "prompts at once in validation; null: all", least=1)
+    val_max_samples: int = knob(-1, "validate on the first so many prompts; -1: all", least=1, also=(-1,))
     shuffle: bool = knob(True, "shuffle the training prompts every epoch")
-    seed: int = knob(0, "seed of the shuffling")
+    seed: int = knob(0, "seed of the shuffling", least=0, most=MOST_SEED)
 
 
 def _model_config() -> DiffusionModelConfig:
@@ -37,7 +43,11 @@ class ActorRolloutRefConfig:
     actor: DiffusionActorConfig = knob(DiffusionActorConfig, "")
     rollout: DiffusionRolloutConfig = knob(DiffusionRolloutConfig, "")
     ref: DiffusionRefConfig = knob(DiffusionRefConfig, "")
-    hybrid_engine: bool = knob(True, "actor and rollout share their devices")
+    hybrid_engine: bool = knob(
+        True,
+        "actor and rollout share their devices",
+        waits="the embedded engine generates on the devices that train",
+    )
 
 
 @dataclass
@@ -57,24 +67,26 @@ class ModuleConfig:
 
 @dataclass
 class RewardManagerConfig:
-    source: str = knob("register", "register (by name) or importlib (from module.path)")
+    source: str = knob(
+        "register", "register (by name) or importlib (from module.path)", choices=("register", "importlib")
+    )
     name: str = knob("image", "registered reward manager")
     module: ModuleConfig = knob(ModuleConfig, "")
 
 
 @dataclass
 class RewardModelConfig:
-    enable: bool = knob(False, "serve a reward model beside the training")
-    enable_resource_pool: bool = knob(False, "on devices of its own")
-    n_gpus_per_node: int = knob(0, "devices of that pool on each node")
-    nnodes: int = knob(0, "nodes of that pool")
-    model_path: str | None = knob(None, "the reward model's folder")
+    enable: bool = knob(False, "serve a reward model beside the training", waits=NO_REWARD_MODEL)
+    enable_resource_pool: bool = knob(False, "on devices of its own", waits=NO_REWARD_MODEL)
+    n_gpus_per_node: int = knob(0, "devices of that pool on each node", least=0, waits=NO_REWARD_MODEL)
+    nnodes: int = knob(0, "nodes of that pool", least=0, waits=NO_REWARD_MODEL)
+    model_path: str | None = knob(None, "the reward model's folder", waits=NO_REWARD_MODEL)
 
 
 @dataclass
 class RewardConfig:
-    num_workers: int = knob(1, "processes that compute rewards")
-    batch_size: int = knob(8, "images in one call of a function that takes `images`")
+    num_workers: int = knob(1, "processes that compute rewards", least=1)
+    batch_size: int = knob(8, "images in one call of a function that takes `images`", least=1)
     custom_reward_function: RewardFunctionConfig = knob(RewardFunctionConfig, "")
     reward_manager: RewardManagerConfig = knob(RewardManagerConfig, "")
     reward_model: RewardModelConfig = knob(RewardModelConfig, "")
@@ -87,27 +99,37 @@ class TrainerConfig:
     default_local_dir: str = knob(
         "outputs/${trainer.project_name}/${trainer.experiment_name}", "folder of the run: metrics, images, checkpoints"
     )
-    logger: list[str] = knob(["console", "jsonl"], "any of console, jsonl, tensorboard, wandb, ...")
-    total_epochs: int = knob(1, "passes over the training prompts")
-    total_training_steps: int | None = knob(None, "training steps; null: total_epochs")
+    logger: list[str] = knob(
+        ["console", "jsonl"], "any of console, jsonl, tensorboard, wandb, ...", choices=known_backends
+    )
+    total_epochs: int = knob(1, "passes over the training prompts", least=1)
+    total_training_steps: int | None = knob(None, "training steps; null: total_epochs", least=1)
     val_before_train: bool = knob(True, "validate before the first step")
     val_only: bool = knob(False, "validate and stop")
-    test_freq: int = knob(-1, "steps between validations; -1: only at the end")
-    save_freq: int = knob(-1, "steps between checkpoints; -1: only at the end; 0: never")
-    max_ckpt_to_keep: int | None = knob(None, "older checkpoints are deleted; null: keep all")
-    resume_mode: str = knob("auto", "auto (from the last whole checkpoint in the folder), disable, or resume_path")
-    resume_from_path: str | None = knob(None, "checkpoint folder for resume_mode=resume_path")
-    log_val_images: int = knob(64, "validation images written to disk each time; -1: all")
-    nnodes: int = knob(1, "machines")
-    n_gpus_per_node: int = knob(1, "devices on each (on a CPU: worker processes)")
-    device: str | None = knob(None, "cpu or cuda; null: a GPU if there is one")
-    seed: int = knob(0, "seed of what the trainer draws")
-    profile_step: int | None = knob(None, "write a torch profile of this step (1 is the first) to the run's folder")
+    test_freq: int = knob(-1, "steps between validations; -1: only at the end; 0: never", least=-1)
+    save_freq: int = knob(-1, "steps between checkpoints; -1: only at the end; 0: never", least=-1)
+    max_ckpt_to_keep: int | None = knob(None, "older checkpoints are deleted; null: keep all", least=1)
+    resume_mode: str = knob(
+        "auto",
+        "auto (from the last whole checkpoint in the folder), disable, or resume_path",
+        choices=("auto", "disable", "resume_path"),
+    )
+    resume_from_path: str | None = knob(
+        None, "checkpoint folder for resume_mode=resume_path", needs="trainer.resume_mode=resume_path"
+    )
+    log_val_images: int = knob(64, "validation images written to disk each time; -1: all", least=-1)
+    nnodes: int = knob(1, "machines", least=1)
+    n_gpus_per_node: int = knob(1, "devices on each (on a CPU: worker processes)", least=1)
+    device: str | None = knob(None, "cpu or cuda; null: a GPU if there is one", choices=("cpu", "cuda"))
+    seed: int = knob(0, "seed of what the trainer draws", least=0, most=MOST_SEED)
+    profile_step: int | None = knob(
+        None, "write a torch profile of this step (1 is the first) to the run's folder", least=1
+    )
 
 
 @dataclass
 class RayConfig:
-    num_cpus: int | None = knob(None, "CPUs that Ray may count on; null: all")
+    num_cpus: int | None = knob(None, "CPUs that Ray may count on; null: all", least=1)
     address: str | None = knob(None, "a running Ray cluster; null: start one here")
     timeline_json_file: str | None = knob(None, "write Ray's timeline here")
 

@@ -2,9 +2,7 @@
 
 import torch
 
-from verl_omni.algorithms.advantages import apply_adv_mode
 from verl_omni.algorithms.forward_process import draw_sigmas
-from verl_omni.algorithms.old_policy import old_policy_decay
 from verl_omni.algorithms.registry import get_diffusion_loss_fn
 from verl_omni.trainer.config.schema import DiffusionTrainerConfig
 
@@ -45,15 +43,8 @@ def check_preference(settings: DiffusionTrainerConfig) -> None:
             f"actor_rollout_ref.rollout.algo.noise_level={arr.rollout.algo.noise_level}: direct preference samples "
             "with the ODE; leave it out or set it to 0"
         )
-    levels = algorithm.timesteps_per_sample
-    if levels is not None and levels < 1:
-        raise ValueError(f"algorithm.timesteps_per_sample={levels}: expected 1 or more")
     steps = torch.linspace(1, 0, arr.rollout.pipeline.num_inference_steps + 1)[:-1]
-    draw_sigmas(1, levels or 1, algorithm.timestep_distribution, schedule=steps)
-    old_policy_decay(0, algorithm.old_policy_decay_schedule, algorithm.old_policy_decay)
-    if algorithm.old_policy_update_interval < 1:
-        raise ValueError(f"algorithm.old_policy_update_interval={algorithm.old_policy_update_interval}: expected 1+")
-    apply_adv_mode(torch.zeros(1), algorithm.adv_mode)
+    draw_sigmas(1, algorithm.timesteps_per_sample or 1, algorithm.timestep_distribution, schedule=steps)
     micro = arr.actor.ppo_micro_batch_size_per_gpu
     if micro < loss_fn.rows_per_unit:
         raise ValueError(

@@ -8,6 +8,8 @@ from typing import Any
 from verl_omni.utils.knob import knob
 from verl_omni.workers.config.diffusion.rollout import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig
 
+LORA = "actor_rollout_ref.model.lora_rank"
+
 
 @dataclass
 class DiffusionModelConfig:
@@ -18,12 +20,16 @@ class DiffusionModelConfig:
     tokenizer_path: str | None = knob(None, "tokenizer folder; null: the model's own")
     transformer_subfolder: str = knob("transformer", "subfolder of the trained transformer")
     config_path: str | None = knob(None, "folder of the transformer's config; null: beside its weights")
-    load_format: str = knob("auto", "auto (read the weights) or dummy (random weights of the folder's configs)")
-    lora_rank: int = knob(0, "LoRA rank; 0 trains all weights of the transformer")
-    lora_alpha: int = knob(64, "LoRA alpha")
-    target_modules: Any | None = knob(None, "LoRA target modules; null: the architecture's default")
-    lora_init: str = knob("gaussian", "peft's init_lora_weights")
-    lora_path: str | None = knob(None, "folder with LoRA weights (diffusers format) to start from")
+    load_format: str = knob(
+        "auto", "auto (read the weights) or dummy (random weights of the folder's configs)", choices=("auto", "dummy")
+    )
+    lora_rank: int = knob(0, "LoRA rank; 0 trains all weights of the transformer", least=0)
+    lora_alpha: int = knob(64, "LoRA alpha", least=1, needs=LORA)
+    target_modules: Any | None = knob(None, "LoRA target modules; null: the architecture's default", needs=LORA)
+    # Others of peft's (pissa, olora, ...) change the frozen weights, which are the reference and what LoRA files add
+    # themselves to.
+    lora_init: str = knob("gaussian", "peft's init_lora_weights", choices=("gaussian", "default"), needs=LORA)
+    lora_path: str | None = knob(None, "folder with LoRA weights (diffusers format) to start from", needs=LORA)
     enable_gradient_checkpointing: bool = knob(False, "recompute activations in the backward pass to save memory")
     # In a run these two are the rollout's own (`Any`, because OmegaConf lets no typed node be an interpolation).
     pipeline: Any = knob(None, "the rollout's pipeline knobs")

@@ -118,7 +118,7 @@ def shard(
 ) -> DeviceMesh:
     """FSDP2 over all ranks, or over groups of `fsdp_size` that hold copies of each other."""
     world = dist.get_world_size()
-    size = world if config.fsdp_size in (-1, 0) else config.fsdp_size
+    size = world if config.fsdp_size == -1 else config.fsdp_size
     if world % size:
         raise ValueError(f"actor_rollout_ref.actor.fsdp_config.fsdp_size={size} does not divide the {world} ranks")
     shape, names = ((world,), ("fsdp",)) if size == world else ((world // size, size), ("ddp", "fsdp"))

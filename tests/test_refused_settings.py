@@ -1,0 +1,223 @@
+"""Settings that no run can use are refused in one line, before a worker starts: out of range, or without effect."""
+
+import dataclasses
+
+import pytest
+from hydra import compose, initialize_config_module
+from tiny_models import tiny_checkpoint
+
+from verl_omni.trainer.config import schema
+from verl_omni.trainer.diffusion.preparation import prepare_config
+from verl_omni.trainer.main_diffusion import users_mistake
+from verl_omni.utils.knob import Range, check_effect, check_ranges, knob, walk
+
+schema.register()
+ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+
+
+def prepared(*overrides: str, architecture: str = "QwenImagePipeline"):
+    given = [
+        f"{MODEL}.path={tiny_checkpoint(architecture)}",
+        f"{ROLLOUT}.pipeline.height=32",
+        f"{ROLLOUT}.pipeline.width=32",
+        f"{ROLLOUT}.pipeline.num_inference_steps=4",
+        "data.train_files=prompts.parquet",
+        *overrides,
+    ]
+    with initialize_config_module("verl_omni.trainer.config", version_base=None):
+        return prepare_config(compose("diffusion_trainer", given))
+
+
+def refused(*overrides: str, architecture: str = "QwenImagePipeline") -> str:
+    """The line that the user gets."""
+    with pytest.raises(Exception) as caught:  # noqa: B017  (users_mistake says whether it is one line)
+        prepared(*overrides, architecture=architecture)
+    line = users_mistake(caught.value)
+    assert line is not None, f"a traceback for a user's mistake: {caught.value!r}"
+    return line
+
+
+# ---- ranges --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (f"{ACTOR}.diffusion_loss.clip_ratio=-1", "above 0"),
+        (f"{ACTOR}.diffusion_loss.adv_clip_max=0", "above 0"),
+        (f"{ACTOR}.diffusion_loss.adv_clip_max=-5", "above 0"),
+        (f"{ACTOR}.kl_loss_coef=-0.1", "0 or more"),
+        (f"{ACTOR}.optim.clip_grad=-1", "0 or more"),
+        (f"{ACTOR}.optim.lr=-1", "above 0"),
+        (f"{ACTOR}.optim.lr=nan", "above 0"),
+        (f"{ACTOR}.optim.lr=inf", "above 0"),
+        (f"{ACTOR}.optim.betas=[0.9,1.0]", "0 or more, below 1"),
+        (f"{ACTOR}.optim.eps=-1e-8", "above 0"),
+        (f"{ACTOR}.optim.weight_decay=nan", "0 or more"),
+        (f"{ACTOR}.optim.lr_warmup_steps=-1", "0 or more"),
+        (f"{ACTOR}.fsdp_config.seed=-1", "0 or more, at most 4294967295"),
+        (f"{ACTOR}.fsdp_config.fsdp_size=0", "-1 or 1 or more"),
+        (f"{MODEL}.lora_rank=-4", "0 or more"),
+        (f"{MODEL}.lora_alpha=0", "1 or more"),
+        (f"{ROLLOUT}.algo.noise_level=-0.7", "0 or more"),
+        (f"{ROLLOUT}.seed=-1", "0 or more"),
+        (f"{ROLLOUT}.val_kwargs.n=0", "1 or more"),
+        (f"{ROLLOUT}.val_kwargs.noise_level=-1", "0 or more"),
+        (f"{ROLLOUT}.val_kwargs.pipeline.max_sequence_length=0", "1 or more"),
+        ("data.val_batch_size=0", "1 or more"),
+        ("data.seed=-1", "0 or more"),
+        ("reward.batch_size=0", "1 or more"),
+        ("trainer.seed=-1", "0 or more"),
+        ("trainer.total_epochs=0", "1 or more"),
+        ("trainer.log_val_images=-2", "-1 or more"),
+        ("trainer.save_freq=-2", "-1 or more"),
+        ("trainer.test_freq=-2", "-1 or more"),
+        ("trainer.profile_step=0", "1 or more"),
+    ],
+)  # fmt: skip
+def test_a_number_outside_its_range(override, expected):
+    key = override.split("=")[0]
+    line = refused(override)
+    assert line.startswith(f"{key}=") and line.split(": expected ")[1].startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        (f"{MODEL}.load_format=dumy", "dummy"),
+        (f"{MODEL}.lora_init=gausian", "gaussian"),
+        (f"{ACTOR}.old_log_probs=rolout", "rollout"),
+        ("algorithm.adv_mode=continous", "continuous"),
+        ("algorithm.old_policy_decay_schedule=coppy", "copy"),
+        ("reward.reward_manager.source=registry", "register"),
+    ],
+)
+def test_a_name_outside_its_choices(override, meant):
+    assert f'unknown {override.split("=")[0]} "' in refused(override) and f'did you mean "{meant}"' in refused(override)
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "Muon", "Rprop", "SparseAdam", "Optimizer"])
+def test_an_optimizer_that_could_not_train_here(name):
+    assert f'{ACTOR}.optim.optimizer "{name}"' in refused(f"{ACTOR}.optim.optimizer={name}")
+
+
+def test_every_number_and_every_name_says_what_it_may_be():
+    """Without a range are only switches, paths, free text, names that can be registered, and open dicts."""
+    free = {
+        "data.train_files", "data.val_files", "recipe", "ray.address", "ray.timeline_json_file",
+        "trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir", "trainer.resume_from_path",
+        "reward.custom_reward_function.path", "reward.custom_reward_function.name", "reward.reward_manager.name",
+        "reward.reward_manager.module.path", "reward.reward_manager.module.name", "reward.reward_model.model_path",
+        f"{MODEL}.path", f"{MODEL}.architecture", f"{MODEL}.external_lib", f"{MODEL}.tokenizer_path",
+        f"{MODEL}.transformer_subfolder", f"{MODEL}.config_path", f"{MODEL}.lora_path", f"{MODEL}.target_modules",
+        f"{MODEL}.pipeline", f"{MODEL}.algo", f"{MODEL}.algorithm", f"{ACTOR}.diffusion_loss.loss_mode",
+        f"{ACTOR}.fsdp_config.attention_backend",
+        "algorithm.adv_estimator", f"{ROLLOUT}.algo.sde_type", f"{ROLLOUT}.val_kwargs.sde_type",
+        f"{ROLLOUT}.pipeline.negative_prompt", f"{ROLLOUT}.val_kwargs.pipeline.negative_prompt",
+        f"{ROLLOUT}.agent.default_agent_loop",
+        "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_rs",
+    }  # fmt: skip
+    types = {name: kind for name, kind in field_types(schema.DiffusionTrainerConfig)}
+    without = {k.name for k in walk(schema.DiffusionTrainerConfig) if not k.range.bounds() and k.range.choices is None}
+    switches = {name for name, kind in types.items() if "bool" in kind}
+    open_dicts = {name for name, kind in types.items() if "dict" in kind}
+    assert without - switches - open_dicts == free
+
+
+def field_types(cls: type, prefix: str = ""):
+    for field in dataclasses.fields(cls):
+        made = field.default_factory is not dataclasses.MISSING
+        default = field.default_factory() if made else field.default
+        if dataclasses.is_dataclass(default):
+            yield from field_types(type(default), f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", str(field.type)
+
+
+# ---- what would change nothing -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["algorithm.rollout_correction.bypass_mode=true"], f"this is {ACTOR}.old_log_probs=rollout; leave it false"),
+        (["algorithm.rollout_correction.rollout_is_threshold=3"], "there is nothing to correct; leave it 2.0"),
+        (["reward.reward_model.nnodes=1"], "no reward model is served"),
+        (["algorithm.adv_mode=binary"], "adv_mode=binary has no effect with algorithm.trainer_type=policy_gradient"),
+        (["algorithm.old_policy_decay=0.5"], "leave it out, or set algorithm.trainer_type=direct_preference"),
+        ([f"{MODEL}.algorithm=awm", f"{ROLLOUT}.algo.sde_window_size=2"], "sde_window_size=2 has no effect with"),
+        ([f"{ACTOR}.kl_loss_coef=0.1"], f"kl_loss_coef=0.1 has no effect with {ACTOR}.use_kl_loss=false"),
+        ([f"{MODEL}.target_modules=[to_q]"], f"or set {MODEL}.lora_rank too"),
+        (["trainer.resume_from_path=x/global_step_1"], "resume_from_path=x/global_step_1 has no effect"),
+    ],
+)
+def test_a_setting_without_effect(overrides, said):
+    assert said in refused(*overrides)
+
+
+def test_defaults_of_an_algorithm_are_no_settings_of_the_user():
+    """`awm` has an old policy of its own, which is no mistake; nor is the default itself, typed out."""
+    assert prepared(f"{MODEL}.algorithm=awm").algorithm.old_policy_decay_schedule == "linear_to_0_3"
+    assert prepared("algorithm.adv_mode=continuous", f"{ACTOR}.kl_loss_coef=0.04", f"{MODEL}.lora_alpha=64")
+
+
+# ---- the mechanism -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Inner:
+    rate: list[float] = knob([0.5], "each a share", above=0, most=1)
+    every: int = knob(-1, "steps", least=1, also=(-1,))
+    kind: str | None = knob(None, "which", choices=lambda: ["a", "b"])
+
+
+@dataclasses.dataclass
+class Outer:
+    inner: Inner = knob(Inner, "")
+    switch: bool = knob(False, "on or off")
+    strength: float = knob(1.0, "how much", needs="switch=true")
+    later: int = knob(0, "some day", waits="nothing reads it")
+
+
+@pytest.mark.parametrize(
+    ("inner", "said"),
+    [
+        ({"rate": [0.5, 0.0]}, "inner.rate=0.0: expected above 0, at most 1"),
+        ({"rate": [float("nan")]}, "inner.rate=nan: expected above 0, at most 1"),
+        ({"every": 0}, "inner.every=0: expected -1 or 1 or more"),
+        ({"kind": "c"}, 'unknown inner.kind "c": known: a, b'),
+    ],
+)
+def test_one_checker_reads_all_ranges(inner, said):
+    with pytest.raises(ValueError) as caught:
+        check_ranges(Outer(inner=Inner(**inner)))
+    assert str(caught.value) == said
+
+
+def test_what_is_within_its_range_passes():
+    check_ranges(Outer(inner=Inner(rate=[1.0, 0.1], every=7, kind="b")))
+    check_ranges(Outer())
+
+
+def test_effect_depends_on_other_knobs():
+    check_effect(Outer(switch=True, strength=2.0), Outer(switch=True, strength=2.0))
+    check_effect(Outer(strength=1.0), Outer())
+    with pytest.raises(
+        ValueError, match="strength=2.0 has no effect with switch=false: leave it out, or set switch=true"
+    ):
+        check_effect(Outer(strength=2.0), Outer(strength=2.0))
+    with pytest.raises(ValueError, match="later=1: nothing reads it; leave it 0"):
+        check_effect(Outer(later=1), Outer(later=1))
+
+
+def test_help_shows_range_and_condition():
+    shown = {k.name: k.text() for k in walk(Outer)}
+    assert shown == {
+        "inner.rate": "each a share [above 0, at most 1]",
+        "inner.every": "steps [-1 or 1 or more]",
+        "inner.kind": "which",
+        "switch": "on or off",
+        "strength": "how much [only with switch=true]",
+        "later": "some day [only 0 so far]",
+    }
+    assert Range(choices=("a", "b")).shown() == "one of a, b"
