@@ -269,6 +269,19 @@ def rewards(batch: DataProto) -> DataProto:
     return DataProto.from_dict({"sample_level_rewards": batch.batch["rm_scores"][:, 0]})
 
 
+def test_compute_score_is_for_a_subclass_to_override(monkeypatch):
+    """Under its documented name and with its documented arguments."""
+
+    async def _compute_score(self, output, prompts, responses, attention_mask, input_ids, kwargs):
+        assert prompts.tolist() == input_ids.tolist() == [output.prompt_ids]
+        assert attention_mask.tolist() == [[1] * len(output.prompt_ids)]
+        output.reward_score = responses[0].float().mean().item() + int(kwargs["reward_model"]["ground_truth"])
+
+    monkeypatch.setattr(DiffusionAgentLoopWorker, "_compute_score", _compute_score)
+    output = run(batch(["a"] * 3), lambda prompt: -1.0)
+    assert output.batch["rm_scores"][:, 0].tolist() == [0.0, 2.0, 4.0]
+
+
 def test_the_name_of_an_agent_loop_is_taken_once():
     class Other(DiffusionSingleTurnAgentLoop):
         pass

@@ -138,16 +138,31 @@ class DiffusionAgentLoopWorker:
         return output
 
     async def _score(self, output: DiffusionAgentLoopOutput, row: dict[str, Any]) -> None:
-        """Ask a reward worker, if there are any, for the score of one finished image."""
+        ids = torch.tensor([output.prompt_ids], dtype=torch.long)
+        await self._compute_score(output, ids, output.response[None], torch.ones_like(ids), ids, row)
+
+    async def _compute_score(
+        self,
+        output: DiffusionAgentLoopOutput,
+        prompts: torch.Tensor,
+        responses: torch.Tensor,
+        attention_mask: torch.Tensor,
+        input_ids: torch.Tensor,
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Ask a reward worker, if there are any, for the score of one finished image, and put it into `output`.
+
+        For a subclass to override: tokens of the prompt (1, L), the image (1, C, H, W), and the row of the batch.
+        """
         if not self.reward_workers:
             return
         keys = ("data_source", "reward_model", "extra_info", "prompt")
         one = DataProto.from_dict(
-            tensors={"responses": output.response[None]},
-            non_tensors={k: np.array([row[k]], dtype=object) for k in keys if k in row},
+            tensors={"responses": responses},
+            non_tensors={k: np.array([kwargs[k]], dtype=object) for k in keys if k in kwargs},
         )
-        one.meta_info |= {"burst": row["burst"], "position": row["reward_place"]}
-        result = await self.reward_workers[row["reward_worker"]].compute_score.remote(one)
+        one.meta_info |= {"burst": kwargs["burst"], "position": kwargs["reward_place"]}
+        result = await self.reward_workers[kwargs["reward_worker"]].compute_score.remote(one)
         output.reward_score = result["reward_score"]
         output.reward_extra_info = result.get("reward_extra_info", {})
         output.score_time = time.perf_counter()

@@ -31,6 +31,12 @@ class DiffusionLossResult:
     add_loss_metric: bool = False
 
 
+class MissingInputError(KeyError, ValueError):
+    """A tensor that a loss needs is not there; a KeyError, which callers may wait for, that reads as one line."""
+
+    __str__ = ValueError.__str__
+
+
 class DiffusionLossFn(ABC):
     """A loss that the training engine calls on each micro-batch."""
 
@@ -39,8 +45,15 @@ class DiffusionLossFn(ABC):
     required_data_keys: ClassVar[tuple[str, ...]] = ()
     #: Adjacent rows that belong together and must not be split between micro-batches: 2 for preference pairs.
     rows_per_unit: ClassVar[int] = 1
-    #: This loss's settings: fields of `actor.diffusion_loss`, and under "extra" those that it alone has.
-    defaults: ClassVar[Mapping[str, Any]] = {}
+    #: This loss's settings: fields of `actor.diffusion_loss`, and under "extra" those that it alone has. A loss that
+    #: names none has Flow-GRPO's. A log-probability is a mean over thousands of latent elements, so ratios stay near 1,
+    #: and so do their bounds.
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "clip_ratio": 1e-4,
+        "clip_ratio_low": None,
+        "clip_ratio_high": None,
+        "adv_clip_max": 5.0,
+    }
 
     @classmethod
     @abstractmethod
@@ -67,14 +80,14 @@ class DiffusionLossFn(ABC):
         return cls.required_data_keys
 
     def validate_inputs(self, *, loss_name: str, model_output: Mapping[str, Any], data: "TensorDict") -> None:
-        """Raise where an input is missing, and say which."""
+        """Raise `MissingInputError` where an input is missing, and say which."""
         for needed, given, kind in (
             (self.required_model_output_keys, model_output, "model output"),
             (self.required_data_keys, data, "data"),
         ):
             missing = [key for key in needed if key not in given.keys()]
             if missing:
-                raise ValueError(
+                raise MissingInputError(
                     f'loss "{loss_name}" needs {", ".join(missing)} in its {kind}, which holds: '
                     f"{', '.join(sorted(given.keys())) or 'nothing'}"
                 )

@@ -30,8 +30,6 @@ class FlowGRPOLoss(DiffusionLossFn):
 
     required_model_output_keys = ("log_probs",)
     required_data_keys = ("old_log_probs", "advantages")
-    # a log-probability is a mean over thousands of latent elements, so ratios stay near 1 and so do their bounds
-    defaults = {"clip_ratio": 1e-4, "clip_ratio_low": None, "clip_ratio_high": None, "adv_clip_max": 5.0}
 
     @classmethod
     def compute_loss(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl_omni.algorithms.base import DiffusionLossFn, DiffusionLossResult, check_rows, per_row, row_mean, weighted_mean
-from verl_omni.algorithms.flow_grpo import FlowGRPOLoss, clipped_objective, log_prob_metrics
+from verl_omni.algorithms.flow_grpo import clipped_objective, log_prob_metrics
 from verl_omni.algorithms.registry import Algorithm, register_algorithm, register_diffusion_loss
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ class GRPOGuardLoss(DiffusionLossFn):
 
     required_model_output_keys = ("log_probs", "prev_sample_mean", "std_dev_t")
     required_data_keys = ("old_log_probs", "advantages", "old_prev_sample_mean", "sqrt_dt")
-    defaults = FlowGRPOLoss.defaults
 
     @classmethod
     def compute_loss(

@@ -27,7 +27,9 @@ class LossFunction:
             data["old_prev_sample_mean"] = model_output["prev_sample_mean"].detach()
         self.loss_fn.validate_inputs(loss_name=self.name, model_output=model_output, data=data)
         result = self.loss_fn(config=self.config, model_output=model_output, data=data)
-        result.metrics = {**result.metrics, "loss": result.loss.detach()}
+        # Every metric of the update is shown under `actor/`, whether its loss says so or not.
+        named = {name.removeprefix("actor/"): value for name, value in result.metrics.items()}
+        result.metrics = {**named, "loss": result.loss.detach()}
         if self.config.use_kl_loss and "ref_prev_sample_mean" in data:
             from verl_omni.algorithms.kl import KLLoss
 

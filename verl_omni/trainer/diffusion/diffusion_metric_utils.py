@@ -12,26 +12,33 @@ COMPUTE_STAGES = ("gen", "reward", "ref", "old_log_prob", "adv", "update_actor")
 
 
 def compute_data_metrics_diffusion(batch: DataProto) -> dict[str, Any]:
-    """Rewards by image and by prompt group; advantages and returns where the batch has them.
+    """Rewards by image and, where `uid` tells them apart, by prompt group; advantages and returns if there are any.
 
-    A batch of cached pairs has no rewards, and no metrics here.
+    Rewards are (B,) or (B, T): an image's is the mean over its steps. A batch of cached pairs has none, and no metrics.
     """
     if "sample_level_rewards" not in batch.batch.keys():
         return {}
     rewards = batch.batch["sample_level_rewards"].float()
-    rewards = rewards.reshape(len(rewards), -1)[:, 0]
+    rewards = rewards.reshape(len(rewards), -1).mean(dim=1)
     metrics = _summary("critic/rewards", rewards)
-    groups = defaultdict(list)
-    for uid, reward in zip(batch.non_tensor_batch["uid"], rewards.tolist(), strict=True):
-        groups[uid].append(reward)
-    spread = [float(np.std(g, ddof=1)) if len(g) > 1 else 0.0 for g in groups.values()]
-    metrics["critic/rewards/std_mean"] = float(np.mean(spread))
-    metrics["critic/rewards/zero_std_ratio"] = float(np.mean([s == 0.0 for s in spread]))
-    metrics["critic/rewards/group_size"] = len(rewards) / len(groups)
+    if "uid" in batch.non_tensor_batch:
+        metrics |= _group_metrics(rewards.tolist(), batch.non_tensor_batch["uid"])
     for name in ("advantages", "returns"):
         if name in batch.batch.keys():
             metrics |= _summary(f"critic/{name}", batch.batch[name].float())
     return metrics
+
+
+def _group_metrics(rewards: list[float], uids: np.ndarray) -> dict[str, float]:
+    groups = defaultdict(list)
+    for uid, reward in zip(uids, rewards, strict=True):
+        groups[uid].append(reward)
+    spread = [float(np.std(g, ddof=1)) if len(g) > 1 else 0.0 for g in groups.values()]
+    return {
+        "critic/rewards/std_mean": float(np.mean(spread)),
+        "critic/rewards/zero_std_ratio": float(np.mean([s == 0.0 for s in spread])),
+        "critic/rewards/group_size": len(rewards) / len(groups),
+    }
 
 
 def _summary(name: str, values: torch.Tensor) -> dict[str, float]:
