@@ -104,14 +104,19 @@ def user_folder(folder: Path) -> Path:
 
 
 class Run:
-    """One start of the command in a session of its own, so that a test can kill all of it."""
+    """One start of the command in a session of its own, so that a test can kill all of it.
 
-    def __init__(self, arguments: list[str], folder: Path, **env: str):
+    `env` is added to the environment; None takes a variable out of it.
+    """
+
+    def __init__(self, arguments: list[str], folder: Path, **env: str | None):
         self.log = folder / "log.txt"
+        path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+        environment = os.environ | {"PYTHONPATH": path} | env
         self.process = subprocess.Popen(
             [sys.executable, "-m", "verl_omni.trainer.main_diffusion", *arguments],
             cwd=folder,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])} | env,
+            env={name: value for name, value in environment.items() if value is not None},
             stdout=self.log.open("w"),
             stderr=subprocess.STDOUT,
             start_new_session=True,

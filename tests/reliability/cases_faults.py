@@ -1,0 +1,170 @@
+"""Faults: processes that die, disks that fill up, checkpoints that rot, two runs in one folder, surroundings."""
+
+import shutil
+import time
+from pathlib import Path
+from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM
+
+from faults import Fault, after_seconds, command, interrupted, is_running, signal_when
+from watch import Run, end_of
+
+
+def order(at: str, who: str, number: int, after: int = 1, **more) -> dict:
+    return {"at": at, "after": after, "do": "signal", "who": who, "number": int(number)} | more
+
+
+def killed() -> list[Fault]:
+    theme, nobody = "The command is killed (kill -9)", {"says": None, "clean": False}
+    return [
+        Fault(theme, "while Ray starts", outside=signal_when(SIGKILL, is_running("gcs_server")), **nobody),
+        Fault(theme, "while the model is loaded", order("loading", "driver", SIGKILL, -1), **nobody),
+        Fault(theme, "in the rollout of step 2", order("rollout", "driver", SIGKILL), **nobody),
+        Fault(theme, "in the rewards of step 2", order("rewards", "driver", SIGKILL), **nobody),
+        Fault(theme, "in the update of step 2", order("update", "driver", SIGKILL), **nobody),
+        Fault(theme, "in the validation after step 2", order("validation", "driver", SIGKILL), **nobody),
+        Fault(theme, "while the checkpoint of step 2 is written", order("save", "driver", SIGKILL, 2), **nobody),
+    ]  # fmt: skip
+
+
+def asked() -> list[Fault]:
+    ctrl_c, sigterm = "Ctrl-C", "SIGTERM, as a batch system sends it"
+    stopped = {"says": ()}
+    return [
+        Fault(ctrl_c, "two seconds after the start", outside=signal_when(SIGINT, after_seconds(2), True), **stopped),
+        Fault(ctrl_c, "while Ray starts", outside=signal_when(SIGINT, is_running("gcs_server"), True), **stopped),
+        Fault(ctrl_c, "while the model is loaded", order("loading", "foreground", SIGINT, -1), **stopped),
+        Fault(ctrl_c, "in the rollout of step 2", order("rollout", "foreground", SIGINT), **stopped),
+        Fault(ctrl_c, "in the rewards of step 2", order("rewards", "foreground", SIGINT), **stopped),
+        Fault(ctrl_c, "in the update of step 2", order("update", "foreground", SIGINT), **stopped),
+        Fault(ctrl_c, "in the validation after step 2", order("validation", "foreground", SIGINT), **stopped),
+        Fault(ctrl_c, "while a checkpoint is written", order("save", "foreground", SIGINT, 2), **stopped),
+        Fault(ctrl_c, "twice, in the update of step 2", order("update", "foreground", SIGINT, times=2), **stopped),
+        Fault(sigterm, "while the model is loaded", order("loading", "driver", SIGTERM, -1), **stopped),
+        Fault(sigterm, "in the rollout of step 2", order("rollout", "driver", SIGTERM), **stopped),
+        Fault(sigterm, "in the update of step 2", order("update", "driver", SIGTERM), **stopped),
+        Fault(sigterm, "while a checkpoint is written", order("save", "driver", SIGTERM, 2), **stopped),
+        Fault("The terminal is closed (SIGHUP)", "in the update of step 2", order("update", "driver", SIGHUP),
+              **stopped),
+    ]  # fmt: skip
+
+
+def processes_die() -> list[Fault]:
+    theme = "One of its processes dies"
+
+    def died(name: str, deed: dict, *says: str) -> Fault:
+        return Fault(theme, name, deed, says=says)
+
+    return [
+        died("training worker, kill -9 while it loads", order("loading", "DiffusionWorker", SIGKILL, -1)),
+        died("training worker, kill -9 in a rollout", order("rollout", "DiffusionWorker", SIGKILL), "run"),
+        died("training worker, kill -9 in an update", order("update", "DiffusionWorker", SIGKILL), "run"),
+        died("training worker, kill -9 in a save", order("save", "DiffusionWorker", SIGKILL, 2), "run"),
+        died("training worker, SIGTERM in an update", order("update", "DiffusionWorker", SIGTERM), "run"),
+        died("reward process, kill -9", order("rewards", "RewardLoopWorker", SIGKILL), "reward"),
+        died("agent-loop process, kill -9", order("rollout", "DiffusionAgentLoopWorker", SIGKILL), "agent"),
+        died("Ray's raylet, kill -9", order("update", "raylet/raylet", SIGKILL)),
+        died("Ray's server (GCS), kill -9", order("update", "gcs_server", SIGKILL)),
+        died("training worker out of memory (no page more)", {"at": "update", "after": 1, "do": "starve"}),
+        Fault(theme, "training worker killed by Ray's memory monitor", says=("memory",),
+              env={"RAY_memory_usage_threshold": "0.01", "RAY_memory_monitor_refresh_ms": "100"}),
+    ]  # fmt: skip
+
+
+def rewards() -> list[Fault]:
+    theme, limit = "A reward of the user's", ("reward.timeout=10",)
+
+    def bad(name: str, deed: str, *says: str, **more) -> Fault:
+        return Fault(theme, name, {"at": "rewards", "after": 1, "do": deed}, says=("compute_score", *says), **more)
+
+    return [
+        bad("hangs (reward.timeout=10)", "hang", "10", arguments=limit, again=limit),
+        bad("calls sys.exit", "sys.exit", "exit"),
+        bad("raises KeyboardInterrupt", "KeyboardInterrupt", "KeyboardInterrupt"),
+        Fault(theme, "ends its process (os._exit)", {"at": "rewards", "after": 1, "do": "os._exit"}, says=("reward",)),
+        Fault(theme, "crashes (segmentation fault)", {"at": "rewards", "after": 1, "do": "crash"}, says=("reward",)),
+    ]  # fmt: skip
+
+
+def disks() -> list[Fault]:
+    theme, size = "The disk is full", 64 * 2**20
+    return [
+        Fault(theme, "when a checkpoint is due", {"at": "update", "after": 1, "do": "fill", "leave": 200_000},
+              disk=size, says=("disk",)),
+        Fault(theme, "while a checkpoint is written", {"at": "save", "after": 2, "do": "fill", "leave": 0}, disk=size),
+        Fault(theme, "when metrics are written", {"at": "update", "after": 1, "do": "fill", "leave": 0}, disk=size),
+    ]  # fmt: skip
+
+
+def checkpoints() -> list[Fault]:
+    theme, go_on = "The newest checkpoint is damaged", {"again": ("trainer.resume_mode=auto_previous",)}
+
+    def damaged(pattern: str, change) -> dict:
+        def given(folder: Path) -> None:
+            shutil.copytree(interrupted(), folder / "run")
+            (path,) = [p for p in (folder / "run/global_step_2").rglob(pattern) if p.is_file()]
+            change(path)
+
+        return {"given": given, "says": ("global_step_2",), "limit": 60, **go_on}
+
+    def cut(path: Path) -> None:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+    def flip(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 4
+        path.write_bytes(content)
+
+    def empty(path: Path) -> None:
+        path.write_bytes(b"")
+
+    def hollow(folder: Path) -> None:
+        shutil.copytree(interrupted(), folder / "run")
+        (folder / "run/global_step_99").mkdir()
+
+    def only_whole_folder_name(folder: Path) -> None:
+        shutil.copytree(interrupted(), folder / "run")
+        shutil.rmtree(folder / "run/global_step_2")
+        (folder / "run/global_step_2").mkdir()
+
+    return [
+        Fault(theme, "weights are cut off", **damaged("*.distcp", cut)),
+        Fault(theme, "one bit of the weights is flipped", **damaged("*.distcp", flip)),
+        Fault(theme, "the weights are gone", **damaged("*.distcp", Path.unlink)),
+        Fault(theme, "their index is cut off", **damaged(".metadata", cut)),
+        Fault(theme, "the trainer's state is empty", **damaged("trainer.*", empty)),
+        Fault(theme, "an empty folder global_step_99", given=hollow, ends="succeeds", says=None),
+        Fault(theme, "all of its files are gone", given=only_whole_folder_name, says=("global_step_2",), **go_on),
+    ]  # fmt: skip
+
+
+def surroundings() -> list[Fault]:
+    theme, hold = "Surroundings", {"at": "update", "after": 1, "do": "signal", "who": "none", "number": 0}
+
+    def second(run: Run, folder: Path) -> None:
+        """A second command in the same folder while the first is in step 2, where it waits a while."""
+        end = time.monotonic() + 200
+        while not (folder / "done.json").exists() and time.monotonic() < end:
+            time.sleep(0.1)
+        elsewhere = folder / "second"
+        elsewhere.mkdir()
+        shutil.copy(folder / "moments.py", elsewhere)
+        other = Run([a.replace("_dir=run", f"_dir={folder}/run") for a in command()], elsewhere)
+        code = end_of(other)
+        with (folder / "log.txt").open("a") as log:
+            log.write("\n" + other.output() + f"the second ended with {code}\n")
+
+    return [
+        Fault(theme, "a second run in the same folder", hold | {"then_wait": 60}, outside=second, ends="succeeds",
+              says=("the second ended with 1",)),
+        Fault(theme, "ray.address does not answer", arguments=("ray.address=127.0.0.1:1",), says=("ray.address",),
+              limit=60),
+        Fault(theme, "RAY_ADDRESS names a cluster that is gone", env={"RAY_ADDRESS": "127.0.0.1:1"}, ends="succeeds",
+              says=None),
+        Fault(theme, "HOME is not set", env={"HOME": None}, ends="succeeds", says=None),
+        Fault(theme, "HOME cannot be written", env={"HOME": "/proc/self"}, ends="succeeds", says=None),
+        Fault(theme, "a temporary folder with a long name", env={"TMPDIR": "{f}/" + "long" * 30}, ends="succeeds",
+              says=None),
+    ]  # fmt: skip
+
+
+CASES = [*killed(), *asked(), *processes_die(), *rewards(), *disks(), *checkpoints(), *surroundings()]

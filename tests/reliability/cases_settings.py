@@ -1,0 +1,178 @@
+"""Bad settings: the command line, recipes, numbers and names."""
+
+from inputs import BadInput
+
+A = "actor_rollout_ref."
+
+
+def numbers() -> list[BadInput]:
+    """Out of its range: the line names the knob and the value."""
+    alone = [
+        f"{A}actor.diffusion_loss.clip_ratio=-1", f"{A}actor.diffusion_loss.adv_clip_max=0",
+        f"{A}actor.diffusion_loss.adv_clip_max=-2", f"{A}actor.kl_loss_coef=-0.04", f"{A}actor.ema_decay=1.0",
+        f"{A}actor.ppo_epochs=0", f"{A}actor.ppo_micro_batch_size_per_gpu=0", f"{A}actor.ppo_mini_batch_size=-1",
+        f"{A}actor.optim.clip_grad=-1", f"{A}actor.optim.lr=-0.001", f"{A}actor.optim.lr=nan",
+        f"{A}actor.optim.lr=inf", f"{A}actor.optim.betas=[0.9,1.5]", f"{A}actor.optim.eps=-1",
+        f"{A}actor.optim.weight_decay=-1", f"{A}actor.optim.lr_warmup_steps=-1", f"{A}actor.fsdp_config.fsdp_size=3",
+        f"{A}actor.fsdp_config.fsdp_size=0", f"{A}actor.fsdp_config.seed=-1", f"{A}model.lora_rank=-4",
+        f"{A}rollout.n=0", f"{A}rollout.n=1", f"{A}rollout.seed=-1", f"{A}rollout.max_num_seqs=0",
+        f"{A}rollout.request_batch_max_wait_ms=-1", f"{A}rollout.agent.num_workers=0",
+        f"{A}rollout.pipeline.height=40", f"{A}rollout.pipeline.height=-32", f"{A}rollout.pipeline.width=0",
+        f"{A}rollout.pipeline.num_inference_steps=0", f"{A}rollout.pipeline.num_frames=5",
+        f"{A}rollout.pipeline.guidance_scale=4", f"{A}rollout.pipeline.max_sequence_length=-5",
+        f"{A}rollout.algo.noise_level=0", f"{A}rollout.algo.noise_level=-0.7", f"{A}rollout.algo.noise_level=nan",
+        f"{A}rollout.algo.sde_window_size=10", f"{A}rollout.val_kwargs.n=0", f"{A}rollout.val_kwargs.seed=-1",
+        f"{A}rollout.val_kwargs.noise_level=-1", f"{A}rollout.val_kwargs.pipeline.width=8",
+        f"{A}rollout.val_kwargs.pipeline.max_sequence_length=0", "data.train_batch_size=0", "data.train_batch_size=-2",
+        "data.val_batch_size=0", "data.val_max_samples=0", "data.seed=-1", "reward.num_workers=0",
+        "reward.batch_size=0", "algorithm.timestep_fraction=0", "algorithm.timestep_fraction=1.5",
+        "algorithm.old_policy_update_interval=0", "trainer.total_epochs=0", "trainer.total_training_steps=0",
+        "trainer.total_training_steps=-3", "trainer.save_freq=-2", "trainer.test_freq=-2",
+        "trainer.log_val_images=-5", "trainer.max_ckpt_to_keep=0", "trainer.seed=-1", "trainer.profile_step=99",
+        "trainer.nnodes=0", "trainer.n_gpus_per_node=0", "ray.num_cpus=-1",
+    ]  # fmt: skip
+    cases = [BadInput("Numbers", setting.split(".", 1)[1] if setting.startswith(A) else setting, (setting,))
+             for setting in alone]  # fmt: skip
+    several = [
+        ("lora_alpha=0", (f"{A}model.lora_alpha=0", f"{A}model.lora_rank=4")),
+        ("sde_type=cps with noise_level=2", (f"{A}rollout.algo.noise_level=2", f"{A}rollout.algo.sde_type=cps")),
+        ("total_epochs=-1", ("trainer.total_epochs=-1", "trainer.total_training_steps=null")),
+        ("betas with one number", (f"{A}actor.optim.betas=[0.9]",)),
+        ("sde_window_range backwards", (f"{A}rollout.algo.sde_window_range=[3,1]",)),
+        ("DiffusionNFT, beta=0", (f"{A}actor.diffusion_loss.extra.beta=0", f"{A}model.algorithm=diffusion_nft")),
+        ("DiffusionNFT, adv_clip_max=0",
+         (f"{A}actor.diffusion_loss.adv_clip_max=0", f"{A}model.algorithm=diffusion_nft")),
+        ("DiffusionNFT with guidance", (f"{A}rollout.pipeline.true_cfg_scale=4", f"{A}model.algorithm=diffusion_nft")),
+    ]  # fmt: skip
+    cases += [BadInput("Numbers", name, arguments) for name, arguments in several]
+    cases += [
+        BadInput("Numbers", "3 prompts in steps of 2", ("data.train_batch_size=3", f"{A}actor.ppo_mini_batch_size=2"),
+                 ("train_batch_size=3", "ppo_mini_batch_size=2")),
+        BadInput("Numbers", "4 images on 3 devices", ("trainer.n_gpus_per_node=3",), ("3 devices",)),
+        BadInput("Numbers", "more prompts a step than there are", ("data.train_batch_size=12",),
+                 ("train_batch_size=12", "6 prompts")),
+    ]  # fmt: skip
+    return cases
+
+
+def names() -> list[BadInput]:
+    typos = [
+        (f"{A}model.algorithm=flow_gpro", "flow_grpo"), (f"{A}actor.diffusion_loss.loss_mode=flow_gpro", "flow_grpo"),
+        ("algorithm.adv_estimator=gdop", "gdpo"), (f"{A}rollout.algo.sde_type=dance_sd", "dance_sde"),
+        (f"{A}rollout.algo.sde_window_schedule=progresive", "progressive"), (f"{A}rollout.name=difusers", "diffusers"),
+        (f"{A}actor.strategy=fsdp", "fsdp2"), (f"{A}actor.fsdp_config.strategy=nonsense", "fsdp2"),
+        (f"{A}actor.optim.optimizer=AdmW", "AdamW"), (f"{A}actor.optim.lr_scheduler_type=cosin", "cosine"),
+        (f"{A}actor.fsdp_config.dtype=bfloat", "bfloat16"), (f"{A}actor.old_log_probs=bogus", "rollout"),
+        (f"{A}actor.checkpoint.save_contents=[modle]", "model"), (f"{A}model.load_format=bogus", "dummy"),
+        (f"{A}actor.fsdp_config.attention_backend=bogus", "native"),
+        (f"{A}rollout.agent.default_agent_loop=bogus", "diffusion_single_turn_agent"),
+        (f"{A}rollout.val_kwargs.sde_type=bogus", "cps"), ("trainer.logger=[wandbb]", "wandb"),
+        ("trainer.device=gpu", "cpu"), ("trainer.resume_mode=atuo", "auto"),
+        ("algorithm.trainer_type=policy_gradients", "policy_gradient"), ("algorithm.sample_source=onlin", "online"),
+        ("algorithm.adv_mode=bogus", "continuous"), ("algorithm.old_policy_decay_schedule=bogus", "copy"),
+        ("algorithm.timestep_distribution=bogus", "uniform"), ("reward.reward_manager.name=imag", "image"),
+    ]  # fmt: skip
+    cases = []
+    for setting, meant in typos:
+        value = setting.partition("=")[2].strip("[]")
+        cases.append(BadInput("Names", setting.removeprefix(A), (setting,), (value, meant)))
+    lora = f"{A}model.lora_rank=4"
+    cases += [
+        BadInput("Names", "a step that trains nothing: sde_type=ode", (f"{A}rollout.algo.sde_type=ode",)),
+        BadInput("Names", "an optimizer that needs a closure", (f"{A}actor.optim.optimizer=LBFGS",)),
+        BadInput("Names", "an optimizer for sparse gradients", (f"{A}actor.optim.optimizer=SparseAdam",)),
+        BadInput("Names", "a GPU where there is none", ("trainer.device=cuda",), ("trainer.device=cuda", "no GPU")),
+        BadInput("Names", "a tracker that is not installed", ("trainer.logger=[mlflow]",), ("mlflow",)),
+        BadInput("Names", "no tracker at all", ("trainer.logger=[]",), ("trainer.logger",)),
+        BadInput("Names", "LoRA on a layer that is not there", (f"{A}model.target_modules=[to_qq]", lora), ("to_qq",)),
+        BadInput("Names", "an unknown start of LoRA", (f"{A}model.lora_init=bogus", lora)),
+        BadInput("Names", "LoRA weights that are not there", (f"{A}model.lora_path=/no/lora", lora), ("/no/lora",)),
+        BadInput("Names", "a folder without LoRA weights", (f"{A}model.lora_path={{f}}/lora", lora), ("/lora",),
+                 files={"lora/notes.txt": "nothing"}),
+        BadInput("Names", "an unknown argument of the engine", (f"{A}rollout.engine_kwargs.speed=fast",), ("speed",)),
+        BadInput("Names", "an unknown setting of the loss", (f"{A}actor.diffusion_loss.extra.penalti=1",),
+                 ("penalti",)),
+        BadInput("Names", "a module that is not there", (f"{A}model.external_lib=no_such_module",)),
+        BadInput("Names", "a module with a syntax error", (f"{A}model.external_lib=broken_module",),
+                 ("broken_module",), files={"broken_module.py": "def f(:\n"}),
+        BadInput("Names", "a module that imports what is not there", (f"{A}model.external_lib=lacking",), ("no_dep",),
+                 files={"lacking.py": "import no_dep\n"}),
+        BadInput("Names", "an algorithm registered under a taken name", (f"{A}model.external_lib=twice",),
+                 ("flow_grpo",), files={"twice.py": TWICE}),
+        BadInput("Names", "a model adapter without its methods", (f"{A}model.external_lib=half",
+                 f"{A}model.algorithm=half_algo", "algorithm.adv_estimator=flow_grpo",
+                 f"{A}actor.diffusion_loss.loss_mode=flow_grpo"), ("HalfAdapter",), files={"half.py": HALF}),
+        BadInput("Names", "corrections where there is nothing to correct",
+                 ("algorithm.rollout_correction.rollout_is=step",), ("rollout_is=step",)),
+        BadInput("Names", "a served reward model", ("reward.reward_model.enable=true",), ("reward_model.enable",)),
+        BadInput("Names", "devices apart", (f"{A}hybrid_engine=false",)),
+    ]  # fmt: skip
+    return cases
+
+
+TWICE = """
+from verl_omni.algorithms import registry
+from verl_omni.algorithms.flow_grpo import FlowGRPOLoss
+
+registry.register_diffusion_loss("flow_grpo")(type("Other", (FlowGRPOLoss,), {}))
+"""
+
+HALF = """
+from verl_omni.pipelines.model_base import DiffusionModelBase
+
+@DiffusionModelBase.register("QwenImagePipeline", algorithm="half_algo")
+class HalfAdapter(DiffusionModelBase):
+    pass
+"""
+
+
+def command_line() -> list[BadInput]:
+    theme, recipe = "Command line and recipes", ("--config-dir", "{f}", "--config-name", "mine")
+    return [
+        BadInput(theme, "a misspelt key", ("trainer.sav_freq=1",), ("trainer.sav_freq", "trainer.save_freq")),
+        BadInput(theme, "a misspelt key with +", ("+trainer.sav_freq=1",), ("trainer.sav_freq",)),
+        BadInput(theme, "a new key with +", ("+typo=1",), ("typo",)),
+        BadInput(theme, "a misspelt group", ("trainr.save_freq=1",), ("trainr.save_freq",)),
+        BadInput(theme, "a word without =", ("train.parquet",), ("train.parquet",)),
+        BadInput(theme, "an unknown flag", ("--epochs", "3"), ("--epochs",)),
+        BadInput(theme, "nothing after =", (f"{A}rollout.n=",), ("rollout.n",)),
+        BadInput(theme, "text for a number", (f"{A}rollout.n=many",)),
+        BadInput(theme, "a fraction for a count", (f"{A}rollout.n=2.5",)),
+        BadInput(theme, "a list for a number", (f"{A}rollout.n=[4,8]",), ("rollout.n",)),
+        BadInput(theme, "a mapping for a number", (f"{A}actor.optim.lr={{a:1}}",), ("optim.lr",)),
+        BadInput(theme, "a number for a list", (f"{A}actor.optim.betas=0.9",), ("betas",)),
+        BadInput(theme, "null for a number", ("data.train_batch_size=null",), ("train_batch_size",)),
+        BadInput(theme, "null for a group", ("trainer=null",), ("trainer",)),
+        BadInput(theme, "several values", (f"{A}rollout.n=2,4",), ("rollout.n",)),
+        BadInput(theme, "an open bracket", ("data.train_files=[a.parquet",), ("data.train_files",)),
+        BadInput(theme, "a reference to nothing", ("trainer.experiment_name=${nope}",), ("nope",)),
+        BadInput(theme, "a recipe that is not there", ("--config-name", "nope"), ("nope",)),
+        BadInput(theme, "a folder of recipes that is not there", ("--config-dir", "/no/dir", "--config-name", "mine"),
+                 ("/no/dir",)),
+        BadInput(theme, "a recipe that is no YAML", recipe, ("mine.yaml",), files={"mine.yaml": "a: [1,\nb: {"}),
+        BadInput(theme, "a recipe indented with tabs", recipe, ("mine.yaml",),
+                 files={"mine.yaml": "defaults: [diffusion_trainer, _self_]\ntrainer:\n\tsave_freq: 1\n"}),
+        BadInput(theme, "a recipe that is a list", recipe, ("mine",), files={"mine.yaml": "- a\n- b\n"}),
+        BadInput(theme, "an empty recipe", recipe, ("mine",), files={"mine.yaml": ""}),
+        BadInput(theme, "a recipe in Latin-1", recipe, ("mine.yaml",),
+                 files={"mine.yaml": "recipe: caf\xe9\n".encode("latin-1")}),
+        BadInput(theme, "a misspelt key in a recipe", recipe, ("sav_freq",),
+                 files={"mine.yaml": "defaults: [diffusion_trainer, _self_]\ntrainer: {sav_freq: 1}\n"}),
+        BadInput(theme, "text for a number in a recipe", recipe, ("save_freq", "often"),
+                 files={"mine.yaml": "defaults: [diffusion_trainer, _self_]\ntrainer: {save_freq: often}\n"}),
+    ]  # fmt: skip
+
+
+def folders() -> list[BadInput]:
+    theme = "The run's folder"
+    where = "trainer.default_local_dir="
+    return [
+        BadInput(theme, "is a file", (f"{where}{{f}}/taken",), ("taken",), files={"taken": "a file"}),
+        BadInput(theme, "lies below a file", (f"{where}{{f}}/taken/run",), ("taken",), files={"taken": "a file"}),
+        BadInput(theme, "cannot be written", (f"{where}/proc/run",), ("/proc/run",)),
+        BadInput(theme, "has a name that is too long", (f"{where}{{f}}/{'x' * 300}",), ("xxx",)),
+        BadInput(theme, "is null", (f"{where}null",), ("default_local_dir",)),
+    ]  # fmt: skip
+
+
+CASES = [*command_line(), *numbers(), *names(), *folders()]
