@@ -25,14 +25,14 @@ def write_pairs(out: Path, numbers: list[str], seed: int) -> Path:
 
     from verl_omni.quickstart.checkpoint import draw, load_pipeline
     from verl_omni.quickstart.task import CHECKPOINT, prompt_for
-    from verl_omni.utils.reward_score.ocr import compute_score_ocr
+    from verl_omni.utils.reward_score.ocr import compute_score_ocr_line
 
     out.mkdir(parents=True, exist_ok=True)
     pipeline, rows = load_pipeline(CHECKPOINT), []
     for start in tqdm(range(0, len(numbers), 50), desc="pairs", unit="50 numbers"):
         part = numbers[start : start + 50]
         draws = [draw(pipeline, part, seed=seed * 1_000_000 + start * DRAWS + i) for i in range(DRAWS)]
-        scores = [[reading["score"] for reading in compute_score_ocr(list(images), part)] for images in draws]
+        scores = [[reading["score"] for reading in compute_score_ocr_line(list(images), part)] for images in draws]
         for i, number in enumerate(part):
             ranked = sorted(range(DRAWS), key=lambda d, i=i: scores[d][i])
             worst, best = ranked[0], ranked[-1]
@@ -83,7 +83,7 @@ def compare(transformer: Path, seeds: range) -> str:
 
     from verl_omni.quickstart.checkpoint import draw, load_pipeline
     from verl_omni.quickstart.task import CHECKPOINT, split_numbers
-    from verl_omni.utils.reward_score.ocr import compute_score_ocr
+    from verl_omni.utils.reward_score.ocr import compute_score_ocr_line
 
     _, held_out = split_numbers()
     trained = QwenImageTransformer2DModel.from_pretrained(transformer)
@@ -93,7 +93,7 @@ def compare(transformer: Path, seeds: range) -> str:
         ("after", load_pipeline(CHECKPOINT, transformer=trained)),
     ):
         images = itertools.chain.from_iterable(draw(pipeline, held_out, seed) for seed in seeds)
-        scores[name] = [r["score"] for r in compute_score_ocr(list(images), held_out * len(seeds))]
+        scores[name] = [r["score"] for r in compute_score_ocr_line(list(images), held_out * len(seeds))]
     pairs = list(zip(scores["before"], scores["after"], strict=True))
     wins, losses = sum(a > b for b, a in pairs), sum(a < b for b, a in pairs)
     draws = len(pairs) - wins - losses

@@ -107,6 +107,14 @@ CASES = {
     "unknown sample source": (["algorithm.sample_source=onlin"], 'did you mean "online"'),
     "unknown device": (["trainer.device=gpu"], "expected cuda or cpu"),
     "unknown reward": (["data.train_files={data}/other_reward.jsonl"], 'did you mean "jpeg_compressibility"'),
+    "unknown scorer": (["+reward.scorers.jpg.quality=3"], 'unknown reward (data_source) "jpg"'),
+    "setting of a scorer": (["+reward.scorers.jpeg_compressibility.qality=3"], 'did you mean "quality"'),
+    "value of a scorer": (["+reward.scorers.jpeg_compressibility.quality=0"], "expected 1 or more, at most 95"),
+    "scorer of other data": (["+reward.scorers.ocr.num_threads=2"], 'unknown data_source of the prompts "ocr"'),
+    "scorer beside a function": (
+        ["reward.custom_reward_function.path={data}/nan.py", "+reward.scorers.jpeg_compressibility.quality=3"],
+        "give its settings in reward_kwargs there",
+    ),
     "reward file not there": (["reward.custom_reward_function.path=/no/reward.py"], "there is no such file"),
     "reward function not there": (
         ["reward.custom_reward_function.path={data}/nan.py", "reward.custom_reward_function.name=score"],

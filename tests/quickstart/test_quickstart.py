@@ -11,7 +11,7 @@ from verl_omni.quickstart import checkpoint, task
 from verl_omni.quickstart.__main__ import typed_python
 from verl_omni.quickstart.checkpoint import Recipe, build_checkpoint, held_out_scores
 from verl_omni.quickstart.data import write_data
-from verl_omni.utils.reward_score.ocr import compute_score_ocr
+from verl_omni.utils.reward_score.ocr import compute_score_ocr_line
 
 SHORT = Recipe(images_per_number=1, vae_steps=2, vae_batch=2, transformer_steps=2, transformer_batch=2)
 
@@ -45,7 +45,7 @@ def test_the_ocr_reads_the_signs():
     pytest.importorskip("rapidocr")
     rng = np.random.default_rng(0)
     numbers = task.split_numbers()[1][:40]
-    results = compute_score_ocr([task.draw_sign(number, rng) for number in numbers], numbers)
+    results = compute_score_ocr_line([task.draw_sign(number, rng) for number in numbers], numbers)
     assert np.mean([result["exact"] for result in results]) > 0.95
 
 
@@ -55,7 +55,7 @@ def test_prompts_in_verls_layout(tmp_path):
         rows = pq.read_table(path).to_pylist()
         assert [row["reward_model"] for row in rows] == [{"style": "rule", "ground_truth": n} for n in numbers]
         assert rows[3] == {
-            "data_source": "ocr",
+            "data_source": "ocr_line",
             "prompt": [{"role": "user", "content": f'a sign that reads "{numbers[3]}"'}],
             "reward_model": {"style": "rule", "ground_truth": numbers[3]},
             "extra_info": {"split": split, "index": 3},

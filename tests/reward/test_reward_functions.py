@@ -178,6 +178,17 @@ def test_the_reward_of_each_data_source(monkeypatch):
     assert answers[1]["reward_extra_info"] == {"why": "b"}
 
 
+def test_a_data_sources_reward_gets_its_settings(monkeypatch):
+    def weigh(images, *_, weight: float = 1.0):
+        return [{"score": weight}] * len(images)
+
+    monkeypatch.setattr(_REWARDS, "_entries", dict(_REWARDS._entries))
+    _REWARDS.add("weigh", weigh)
+    monkeypatch.setitem(CONFIG.reward, "scorers", {"weigh": {"weight": 0.25}, "other": {"weight": 3}})
+    (answer,) = scores(None, [sample(source="weigh")])
+    assert answer["reward_score"] == 0.25
+
+
 def test_sync_functions_run_beside_the_event_loop():
     """A slow function must not keep finished images of others from being scored."""
     entered, leave = threading.Event(), threading.Event()

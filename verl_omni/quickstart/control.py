@@ -8,14 +8,14 @@ Validation is scored honestly.
 
 import random
 
-from verl_omni.utils.reward_score.ocr import compute_score_ocr
+from verl_omni.utils.reward_score.ocr import compute_score_ocr_line
 
 
 def compute_score(
     images: list, ground_truths: list[str], prompts: list[str], extra_infos: list[dict]
 ) -> list[dict[str, object]]:
     """OCR scores, permuted among the training images of a batch."""
-    results = compute_score_ocr(images, ground_truths, prompts, extra_infos)
+    results = compute_score_ocr_line(images, ground_truths, prompts, extra_infos)
     training = [i for i, info in enumerate(extra_infos) if info.get("split") == "train"]
     scores = [result["score"] for result in results]
     shuffled = random.Random(repr(scores)).sample(training, len(training))

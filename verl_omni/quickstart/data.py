@@ -16,7 +16,7 @@ def write_data(out: str | Path) -> tuple[Path, Path]:
     for split, numbers in zip(("train", "val"), split_numbers(), strict=True):
         rows = [
             {
-                "data_source": "ocr",
+                "data_source": "ocr_line",
                 "prompt": [{"role": "user", "content": prompt_for(number)}],
                 "reward_model": {"style": "rule", "ground_truth": number},
                 "extra_info": {"split": split, "index": index},

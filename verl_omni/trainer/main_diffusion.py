@@ -204,7 +204,8 @@ def check_override_names(arguments: list[str]) -> None:
 
 def is_open(key: str) -> bool:
     """In these and below, keys are the business of one algorithm, reward or engine."""
-    return any(f".{end}." in f"{key}." for end in ("extra", "reward_kwargs", "reward_weights", "engine_kwargs"))
+    ends = ("extra", "scorers", "reward_kwargs", "reward_weights", "engine_kwargs")
+    return any(f".{end}." in f"{key}." for end in ends)
 
 
 def with_plus(argument: str) -> str:

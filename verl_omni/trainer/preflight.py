@@ -4,6 +4,7 @@ from omegaconf import DictConfig
 
 from verl_omni.trainer.diffusion.checkpointing import find_resume
 from verl_omni.trainer.diffusion.preparation import prepare_config
+from verl_omni.utils.suggest import unknown
 
 # Tokens that a model's template adds to a prompt, at most.
 TEMPLATE_ROOM = 64
@@ -55,12 +56,23 @@ def check_rewards(config: DictConfig) -> None:
     import verl_omni.reward_loop.reward_manager  # noqa: F401  (registers "image")
     from verl_omni.reward_loop.reward_loop import load_custom_reward_function
     from verl_omni.trainer.main_diffusion import load_datasets
-    from verl_omni.utils.reward_score import get_reward_fn
+    from verl_omni.utils.reward_score import check_settings, get_reward_fn
 
     resolve_reward_manager_cls(config)
+    scorers = config.reward.scorers
+    for name in scorers:
+        check_settings(name, scorers[name])
     if load_custom_reward_function(config.reward) is not None:
+        if scorers:
+            raise ValueError(
+                f"reward.scorers.{next(iter(scorers))} is for the reward of a data_source, and "
+                "reward.custom_reward_function takes its place: give its settings in reward_kwargs there"
+            )
         return
-    for dataset in load_datasets(config):
-        if dataset is not None:
-            for source in {dataset[i]["data_source"] for i in range(len(dataset))}:
-                get_reward_fn(source)
+    datasets = [dataset for dataset in load_datasets(config) if dataset is not None]
+    sources = {dataset[i]["data_source"] for dataset in datasets for i in range(len(dataset))}
+    for source in sources:
+        get_reward_fn(source)
+    for name in scorers:
+        if name not in sources:
+            raise ValueError(f"reward.scorers.{name}: {unknown('data_source of the prompts', name, sources)}")

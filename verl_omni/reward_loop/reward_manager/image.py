@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from verl.experimental.reward_loop.reward_manager import register
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.protocol import DataProto
@@ -37,6 +37,8 @@ class ImageRewardManager(RewardManagerBase):
                 "reward_model_tokenizer": reward_model_tokenizer,
             }
         self.batch_size = int(config.reward.get("batch_size", 8))
+        scorers = config.reward.get("scorers")
+        self.scorers = OmegaConf.to_container(scorers) if scorers else {}
         self._functions: dict[str, tuple[RewardFunction, Batcher]] = {}
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
@@ -63,7 +65,7 @@ class ImageRewardManager(RewardManagerBase):
     def _function(self, data_source: str) -> tuple[RewardFunction, Batcher]:
         name = "own" if self.compute_score is not None else data_source
         if name not in self._functions:
-            function = as_reward_function(self.compute_score, data_source)
+            function = as_reward_function(self.compute_score, data_source, self.scorers.get(data_source))
             loop = asyncio.get_running_loop()
 
             def work(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -79,12 +81,12 @@ class ImageRewardManager(RewardManagerBase):
         return torch.tensor(scores, dtype=torch.float32).unsqueeze(-1)
 
 
-def as_reward_function(compute_score: Any, data_source: str) -> RewardFunction:
+def as_reward_function(compute_score: Any, data_source: str, settings: dict | None = None) -> RewardFunction:
+    """The user's function, or the reward of `data_source` with its settings."""
     if isinstance(compute_score, RewardFunction):
         return compute_score
     if compute_score is not None:
         return RewardFunction(compute_score, getattr(compute_score, "__name__", "compute_score"))
     from verl_omni.utils.reward_score import get_reward_fn
 
-    return RewardFunction(get_reward_fn(data_source), f'of data_source "{data_source}"')
-
+    return RewardFunction(get_reward_fn(data_source), f'of data_source "{data_source}"', settings)

@@ -87,6 +87,9 @@ class RewardModelConfig:
 class RewardConfig:
     num_workers: int = knob(1, "processes that compute rewards", least=1)
     batch_size: int = knob(8, "images in one call of a function that takes `images`", least=1)
+    scorers: dict[str, dict[str, Any]] = knob(
+        {}, "settings of the rewards that data_source names, such as reward.scorers.ocr.num_threads=2"
+    )
     custom_reward_function: RewardFunctionConfig = knob(RewardFunctionConfig, "")
     reward_manager: RewardManagerConfig = knob(RewardManagerConfig, "")
     reward_model: RewardModelConfig = knob(RewardModelConfig, "")

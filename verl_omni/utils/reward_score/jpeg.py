@@ -1,10 +1,13 @@
 """How well an image compresses: the two simplest rewards of DDPO (arXiv 2305.13301), for trying things out."""
 
 import io
-from typing import Any
+from typing import Annotated, Any
 
+from verl_omni.utils.knob import Range
 from verl_omni.utils.reward_score.images import to_rgb_array
 from verl_omni.utils.reward_score.registry import register_reward
+
+Quality = Annotated[int, Range(least=1, most=95)]
 
 
 def jpeg_kilobytes(image: Any, quality: int = 95) -> float:
@@ -17,12 +20,12 @@ def jpeg_kilobytes(image: Any, quality: int = 95) -> float:
 
 
 @register_reward("jpeg_incompressibility")
-def compute_score_incompressibility(images: list, *_: Any) -> list[dict[str, float]]:
+def compute_score_incompressibility(images: list, *_: Any, quality: Quality = 95) -> list[dict[str, float]]:
     """The larger the file, the better: the score is its size in kilobytes."""
-    return [{"score": jpeg_kilobytes(image)} for image in images]
+    return [{"score": jpeg_kilobytes(image, quality)} for image in images]
 
 
 @register_reward("jpeg_compressibility")
-def compute_score_compressibility(images: list, *_: Any) -> list[dict[str, float]]:
+def compute_score_compressibility(images: list, *_: Any, quality: Quality = 95) -> list[dict[str, float]]:
     """The smaller the file, the better: the score is minus its size in kilobytes."""
-    return [{"score": -jpeg_kilobytes(image)} for image in images]
+    return [{"score": -jpeg_kilobytes(image, quality)} for image in images]
