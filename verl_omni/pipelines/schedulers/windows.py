@@ -17,6 +17,7 @@ import random
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from verl_omni.utils.seeds import derive_seed
 from verl_omni.utils.suggest import unknown
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ def sde_window(
         per_group = bool(algo.sde_window_per_group)
         if per_group and group is None:
             raise ValueError("sde_window_per_group is set: the number of the prompt group is needed")
-        draw = random.Random(f"{seed + training_step}/{group if per_group else ''}")
-        start = draw.randint(lo, hi - size)
+        numbers = (training_step, group) if per_group else (training_step,)
+        start = random.Random(derive_seed(seed, "sde window", *numbers)).randint(lo, hi - size)
     else:
         start = _moving_start(algo, lo, hi, hi - size, training_step)
     return range(start, start + size)

@@ -4,13 +4,12 @@
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import Dataset, Sampler
@@ -36,12 +35,10 @@ from verl_omni.trainer.diffusion.validation import validation_metrics, write_val
 from verl_omni.trainer.resources import rendezvous_ports, worker_environment
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.dataset.prompt_loader import create_dataloader, create_val_dataloader, steps_for_epochs
+from verl_omni.utils.seeds import derive_seed, derive_seeds
 from verl_omni.utils.tracking import Tracking
 from verl_omni.workers.config import validation_pipeline
 from verl_omni.workers.losses import build_loss_function
-
-# A sample's seed is a number of its own in each of these spaces, so that no two draws ever share one.
-SEEDS_PER_STEP = 1_000_000
 
 
 class BaseRayDiffusionTrainer:
@@ -129,32 +126,30 @@ class BaseRayDiffusionTrainer:
 
     # ---- sampling ------------------------------------------------------------------------------------
 
-    def _rollout_batch(self, batch: DataProto, n: int, seeds: np.ndarray, sampling: dict[str, Any]) -> DataProto:
+    def _rollout_batch(self, batch: DataProto, n: int, seeds: Sequence[int], sampling: dict[str, Any]) -> DataProto:
         """`n` requests a prompt, each with its seed."""
         batch.non_tensor_batch["uid"] = object_array([f"{self.global_step}-{i}" for i in range(len(batch))])
         batch = batch.repeat(repeat_times=n, interleave=True)
-        batch.non_tensor_batch["seed"] = object_array([int(s) for s in seeds])
+        batch.non_tensor_batch["seed"] = object_array(list(seeds))
         batch.meta_info["sampling_params"] = sampling
         return batch
 
     def _training_requests(self, prompts: DataProto, sampling: dict[str, Any]) -> DataProto:
-        """`rollout.n` requests a prompt with the rollout's settings, each with a seed that no other sample ever has."""
+        """`rollout.n` requests a prompt with the rollout's settings, each with a seed of its own."""
         rollout = self.settings.actor_rollout_ref.rollout
-        first = rollout.seed * SEEDS_PER_STEP * 1000 + (self.global_step + 1) * SEEDS_PER_STEP
         groups = len(prompts)
+        seeds = derive_seeds(rollout.seed, "rollout", self.global_step, count=groups * rollout.n)
         sampling = dataclasses.asdict(rollout.pipeline) | {
             "noise_level": rollout.algo.noise_level,
             "sde_type": rollout.algo.sde_type,
             "keep_trajectory": True,
             **sampling,
         }
-        batch = self._rollout_batch(prompts, rollout.n, first + np.arange(groups * rollout.n), sampling)
+        batch = self._rollout_batch(prompts, rollout.n, seeds, sampling)
         batch.meta_info["scores_only"] = True  # nobody looks at the pixels: the model learns from latents
         if rollout.algo.same_initial_noise:
-            start = first + groups * rollout.n
-            batch.non_tensor_batch["init_seed"] = object_array(
-                [start + group for group in range(groups) for _ in range(rollout.n)]
-            )
+            starts = derive_seeds(rollout.seed, "initial noise", self.global_step, count=groups)
+            batch.non_tensor_batch["init_seed"] = object_array([seed for seed in starts for _ in range(rollout.n)])
         return batch
 
     def _generate(self, batch: DataProto, policy: str) -> DataProto:
@@ -193,7 +188,7 @@ class BaseRayDiffusionTrainer:
         outputs, start = [], 0
         for rows in self.val_loader:
             batch = DataProto.from_single_dict(rows)
-            seeds = val.seed + start + np.arange(len(batch) * val.n)
+            seeds = range(val.seed + start, val.seed + start + len(batch) * val.n)  # as a user counts them
             start += len(seeds)
             batch = self._rollout_batch(batch, val.n, seeds, sampling)
             outputs.append(
@@ -299,6 +294,10 @@ class BaseRayDiffusionTrainer:
         """One step on one batch of prompts: (the batch with its rewards, metrics)."""
         raise NotImplementedError
 
+    def _seed(self, purpose: str) -> int:
+        """What the trainer draws at this step: a seed for each purpose."""
+        return derive_seed(self.config.trainer.seed, purpose, self.global_step)
+
     def _training_order(self, rows: int, samples_per_prompt: int) -> torch.Tensor:
         """Row order of this step's update: the same mini-batches whatever the number of ranks."""
         actor = self.config.actor_rollout_ref.actor
@@ -307,7 +306,7 @@ class BaseRayDiffusionTrainer:
             samples_per_prompt,
             rows // (actor.ppo_mini_batch_size * samples_per_prompt),
             self.actor_wg.world_size,
-            seed=self.config.trainer.seed + self.global_step if actor.shuffle else None,
+            seed=self._seed("mini-batches") if actor.shuffle else None,
         )
 
     def _update_actor(self, batch: DataProto, samples_per_prompt: int) -> dict[str, float]:

@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import numpy as np
 import torch
 from omegaconf import DictConfig
 from verl.protocol import DataProto
@@ -83,7 +82,7 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
             units,
             mini_batches=self.config.data.train_batch_size // actor.ppo_mini_batch_size,
             ranks=self.actor_wg.world_size,
-            seed=self.config.trainer.seed + self.global_step if actor.shuffle else None,
+            seed=self._seed("mini-batches") if actor.shuffle else None,
         )
         rows = (order[:, None] * size + torch.arange(size)).reshape(-1)
         kept = [k for k in batch.batch.keys() if k not in NOT_TRAINED]
@@ -99,8 +98,7 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
     def _noise_levels(self, units: int) -> dict[str, torch.Tensor]:
         """Noise levels, and the seeds of the noise, of this step: they depend on seed, step and unit alone."""
         algorithm = self.settings.algorithm
-        seed = np.random.SeedSequence([self.config.trainer.seed, self.global_step]).generate_state(1)[0]
-        generator = torch.Generator().manual_seed(int(seed))
+        generator = torch.Generator().manual_seed(self._seed("noise levels"))
         count = algorithm.timesteps_per_sample or max(
             1, math.ceil(len(self.schedule) * algorithm.timestep_fraction - 1e-9)
         )

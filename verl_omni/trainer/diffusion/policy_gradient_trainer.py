@@ -50,7 +50,7 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
             drawn = train_steps(
                 batch.batch["all_timesteps"].shape,
                 self.settings.algorithm.timestep_fraction,
-                seed=self.config.trainer.seed + self.global_step,
+                seed=self._seed("trained steps"),
             )
             # By sample, not by row: the order of rows depends on the number of ranks, the update must not.
             batch.batch["train_steps"] = drawn[batch.batch["sample_id"]]

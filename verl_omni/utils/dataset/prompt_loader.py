@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.utils.dataset.rl_dataset import collate_fn
 
+from verl_omni.utils.seeds import derive_seed
+
 
 class EpochStream(Sampler[list[int]]):
     """Endless batches of prompt numbers; see the module's description."""
@@ -34,7 +36,7 @@ class EpochStream(Sampler[list[int]]):
         self.num_prompts, self.batch_size, self.shuffle, self.seed = num_prompts, batch_size, shuffle, seed
 
     def __iter__(self) -> Iterator[list[int]]:
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "order of prompts"))
         left: list[int] = []  # prompts of the epoch that are still to come
         while True:
             batch, left = left[: self.batch_size], left[self.batch_size :]

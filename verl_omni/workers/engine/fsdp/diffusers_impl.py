@@ -19,6 +19,7 @@ with warnings.catch_warnings():  # verl announces every engine whose package is 
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.sampling import transformer_inputs
 from verl_omni.pipelines.schedulers.steps import kl_std
+from verl_omni.utils.seeds import derive_seed
 from verl_omni.workers.config import CheckpointConfig, DiffusionModelConfig, FSDPConfig, OptimizerConfig
 from verl_omni.workers.engine.fsdp import checkpoint_io
 from verl_omni.workers.engine.fsdp.attention import choose_attention
@@ -68,7 +69,7 @@ class DiffusersFSDPEngine(BaseEngine):
 
     def initialize(self) -> None:
         """Build the module, shard it, and make the optimizer and the learning-rate schedule."""
-        torch.manual_seed(self.engine_config.seed)
+        torch.manual_seed(derive_seed(self.engine_config.seed, "initial weights"))
         self.module = self.adapter.load_module(self.model_config, self.model_dtype)
         self.parts = self.adapter.trained_modules(self.module)
         if self.model_config.lora_rank > 0:
