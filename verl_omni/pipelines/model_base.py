@@ -195,6 +195,12 @@ class DiffusionModelBase(ABC):
         )
         return log_prob, mean, std_dev_t
 
+    @classmethod
+    def has_own_step(cls) -> bool:
+        """Whether this adapter overrides `forward_and_sample_previous_step`: the rollout then asks it as well."""
+        own, base = (kind.forward_and_sample_previous_step.__func__ for kind in (cls, DiffusionModelBase))
+        return own is not base
+
     # ---- the trained module --------------------------------------------------------------------------
 
     @classmethod

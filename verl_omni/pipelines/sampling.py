@@ -1,11 +1,13 @@
 """The denoising loop. It exists once: model adapters say how a velocity is made, schedulers how a step is taken."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
+from verl_omni.pipelines.schedulers.flow_match_sde import drawn_noise
 from verl_omni.workers.config import DiffusionModelConfig
 
 
@@ -100,6 +102,46 @@ def joined(one: dict[str, Any], other: dict[str, Any], rowless: tuple[str, ...])
     return both
 
 
+def step_by_adapter(
+    adapter: type[DiffusionModelBase],
+    module: torch.nn.Module,
+    scheduler: Any,
+    model_config: DiffusionModelConfig,
+    inputs: dict[str, Any],
+    negative: dict[str, Any] | None,
+    sample: torch.Tensor,
+    timestep: torch.Tensor,
+    generators: list[torch.Generator],
+    noise_level: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(x', log-probability, mean) by an adapter's own `forward_and_sample_previous_step`, which judges steps only.
+
+    x' is drawn from the mean and the `std_dev_t` that it gives, and then judged, so that rollout and training share the
+    formula; that takes a second forward. At noise level 0 x' is the mean.
+    """
+
+    def judged(x_next: torch.Tensor, level: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        config = dataclasses.replace(model_config, algo=dataclasses.replace(model_config.algo, noise_level=level))
+        step = {"sample": sample, "prev_sample": x_next, "timestep": timestep}
+        return adapter.forward_and_sample_previous_step(module, scheduler, config, inputs, negative, step, step=0)
+
+    column = (-1, *[1] * (sample.ndim - 1))
+    sqrt_neg_dt = scheduler.sqrt_neg_dt(timestep).to(sample.device).reshape(column)
+    drawn, log_probs, means = torch.empty_like(sample), sample.new_zeros(len(sample)), torch.empty_like(sample)
+    for level in noise_level.unique().tolist():
+        chosen = noise_level == level
+        _, mean, std_dev_t = judged(sample, level)
+        x_next = mean
+        if level:
+            noise = drawn_noise(mean, generators, chosen.float())
+            x_next = mean + std_dev_t * sqrt_neg_dt * noise
+            rows = chosen.to(sample.device)
+            log_probs = torch.where(rows, judged(x_next, level)[0], log_probs)
+        rows = chosen.to(sample.device).reshape(column)
+        drawn, means = torch.where(rows, x_next, drawn), torch.where(rows, mean, means)
+    return drawn, log_probs, means
+
+
 @torch.no_grad()
 def denoise(
     adapter: type[DiffusionModelBase],
@@ -118,6 +160,8 @@ def denoise(
 
     All windows have one length, so that the stored steps stack; they may lie at different places.
     """
+    own_step = adapter.has_own_step()
+    keep_uncond = keep_uncond and not own_step  # only it knows what it does with the halves
     size = len(latents)
     length = windows[0][1] - windows[0][0]
     algo = model_config.algo
@@ -141,18 +185,23 @@ def denoise(
             stored[rows, slots] = latents[rows]
             timesteps[rows, slots] = t
         inputs, negative = transformer_inputs(adapter, module, model_config, latents, step, conditions)
-        if negative is not None:
-            inputs, negative = halves(adapter, module, inputs, negative, cfg_in_one_forward)
-            if inside and keep_uncond:
-                unconds[rows, slots] = negative["velocity"][rows]
-        latents, log_prob, mean, _ = scheduler.sample_previous_step(
-            sample=latents,
-            model_output=adapter.predict_velocity(module, model_config, inputs, negative),
-            timestep=step,
-            generator=generators,
-            noise_level=noise_level,
-            sde_type=algo.sde_type,
-        )
+        if own_step:
+            latents, log_prob, mean = step_by_adapter(
+                adapter, module, scheduler, model_config, inputs, negative, latents, step, generators, noise_level
+            )
+        else:
+            if negative is not None:
+                inputs, negative = halves(adapter, module, inputs, negative, cfg_in_one_forward)
+                if inside and keep_uncond:
+                    unconds[rows, slots] = negative["velocity"][rows]
+            latents, log_prob, mean, _ = scheduler.sample_previous_step(
+                sample=latents,
+                model_output=adapter.predict_velocity(module, model_config, inputs, negative),
+                timestep=step,
+                generator=generators,
+                noise_level=noise_level,
+                sde_type=algo.sde_type,
+            )
         if inside:
             log_probs[rows, slots] = log_prob[rows]
             stored[rows, slots + 1] = latents[rows]

@@ -94,14 +94,14 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
         mean, std_dev_t = step(sample, model_output, sigma, sigma_next, noise_level)
         if prev_sample is None:
             full_std = std_dev_t * (sigma - sigma_next).sqrt().reshape(-1, *std_dev_t.shape[1:])
-            prev_sample = mean + full_std * _noise(mean, generator, noise_level)
+            prev_sample = mean + full_std * drawn_noise(mean, generator, noise_level)
         prev_sample = prev_sample.detach().float()
         log_prob = step.log_prob(prev_sample, mean, std_dev_t, sigma, sigma_next)
         output = FlowMatchSDEDiscreteSchedulerOutput(prev_sample, log_prob, mean, std_dev_t)
         return output if return_dict else output.to_tuple()
 
 
-def _noise(like: torch.Tensor, generator: Generators, noise_level: torch.Tensor | float) -> torch.Tensor:
+def drawn_noise(like: torch.Tensor, generator: Generators, noise_level: torch.Tensor | float) -> torch.Tensor:
     """Standard normal noise, 0 for samples with noise level 0."""
     size, *shape = like.shape
     levels = torch.as_tensor(noise_level).reshape(-1).expand(size).tolist()
