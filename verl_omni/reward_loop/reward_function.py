@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from verl_omni.utils.errors import RunError
 from verl_omni.utils.suggest import unknown
 
 # What a function may ask for by the name of its parameter: for one image, and (plural) for a batch.
@@ -17,7 +18,7 @@ BATCHED = ("data_sources", "solution_images", "images", "prompts", "ground_truth
 SERVICES = ("reward_router_address", "reward_model_tokenizer")
 
 
-class RewardError(ValueError):
+class RewardError(RunError):
     """A reward function that failed or gave no score. Its text is one line in the user's words."""
 
 

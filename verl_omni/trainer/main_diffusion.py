@@ -158,12 +158,12 @@ def _hydra_main(config: DictConfig) -> None:
 
 
 def users_mistake(error: Exception) -> str | None:
-    """The one line that says it all: for what is found before the workers start, and for a reward that fails."""
+    """The one line that says it all: for what is found before the workers start, and for any process's `RunError`."""
     from ray.exceptions import RayError, RayTaskError
 
-    from verl_omni.reward_loop.reward_function import RewardError
+    from verl_omni.utils.errors import RunError
 
-    if isinstance(error, RewardError):
+    if isinstance(error, RunError):
         while isinstance(error, RayTaskError):
             error = error.cause
         return str(error)

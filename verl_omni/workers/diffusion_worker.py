@@ -18,6 +18,7 @@ from verl.utils.distributed import initialize_global_process_group_ray
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
 import verl_omni.workers.engine.fsdp.preference_impl  # noqa: F401  (registers its engine)
 from verl_omni.algorithms.forward_process import anchor_policies, follows_old_policy
+from verl_omni.algorithms.registry import get_algorithm
 from verl_omni.utils.external_lib import import_external_lib
 from verl_omni.utils.flops import FlopMeter, peak_flops
 from verl_omni.utils.memory import names_memory_knobs
@@ -28,6 +29,7 @@ from verl_omni.workers.config import (
     DiffusionRolloutConfig,
 )
 from verl_omni.workers.engine.fsdp.diffusers_impl import EngineRegistry, is_maximum
+from verl_omni.workers.first_ratio import ROLLOUT_RATIO, check_first_ratio
 from verl_omni.workers.losses import build_loss_function
 from verl_omni.workers.rollout.base import ImageOutput
 from verl_omni.workers.rollout.kept import KeptTrajectories
@@ -181,11 +183,15 @@ class DiffusionWorker(Worker):
             for epoch in range(epochs):
                 for i, mini in enumerate(minis):
                     first = epoch == 0 and i == 0
-                    self.loss_function.on_policy = first and own
+                    self.loss_function.on_policy, self.loss_function.compares_rollout = first and own, first
                     if not first:
                         mini.pop("uncond_velocity", None)  # the weights have moved
-                    history.append(self.engine.train_batch(mini, self.loss_function)["metrics"])
+                    check = self._check_first_ratio if first else None
+                    history.append(self.engine.train_batch(mini, self.loss_function, check)["metrics"])
+        apart = history[0].pop(ROLLOUT_RATIO, None)
         metrics = {f"actor/{k}": reduce_history(k, [h[k] for h in history]) for k in history[0]}
+        if apart is not None:
+            metrics[f"actor/{ROLLOUT_RATIO}"] = apart
         if "ratio_max_dev" in history[0]:  # before the first update rollout and training agree
             metrics["actor/first_ratio_max_dev"] = history[0]["ratio_max_dev"]
         self._count_flops("update_actor")
@@ -224,6 +230,11 @@ class DiffusionWorker(Worker):
         choice = self.actor_config.old_log_probs
         gradient_of_steps = "log_probs" in self.loss_function.loss_fn.required_model_output_keys
         return gradient_of_steps and (choice == "train" or (choice is None and not self.engine.rounds_like_rollout))
+
+    def _check_first_ratio(self, metrics: dict[str, float]) -> None:
+        """Where another policy than the trained one samples, nothing is known about the ratio."""
+        if get_algorithm(self.model_config.algorithm).rollout_policy == "current":
+            check_first_ratio(metrics, self.actor_config.first_ratio_tolerance, self._takes_own_log_probs())
 
     def _recompute_old(self, minis: list[dict[str, torch.Tensor]]) -> None:
         """Before the first update: what later optimizer steps compare with."""

@@ -3,6 +3,7 @@
 import torch
 
 from verl_omni.workers.config import DiffusionActorConfig
+from verl_omni.workers.first_ratio import compare_with_rollout
 
 
 class LossFunction:
@@ -15,12 +16,14 @@ class LossFunction:
         self.name = config.diffusion_loss.loss_mode
         self.loss_fn = get_diffusion_loss_fn(self.name)
         self.on_policy = False
+        self.compares_rollout = False
 
     @property
     def needs_reference(self) -> bool:
         return self.config.use_kl_loss or any(k.startswith("ref_") for k in self.loss_fn.data_keys(self.config))
 
     def __call__(self, model_output: dict[str, torch.Tensor], data: dict[str, torch.Tensor]):
+        compared = compare_with_rollout(model_output, data) if self.compares_rollout else {}
         if self.on_policy:
             # The weights have not moved since the rollout: the old policy is this one, whatever kernels sampled.
             data["old_log_probs"] = model_output["log_probs"].detach()
@@ -29,7 +32,7 @@ class LossFunction:
         result = self.loss_fn(config=self.config, model_output=model_output, data=data)
         # Every metric of the update is shown under `actor/`, whether its loss says so or not.
         named = {name.removeprefix("actor/"): value for name, value in result.metrics.items()}
-        result.metrics = {**named, "loss": result.loss.detach()}
+        result.metrics = {**named, **compared, "loss": result.loss.detach()}
         if self.config.use_kl_loss and "ref_prev_sample_mean" in data:
             from verl_omni.algorithms.kl import KLLoss
 

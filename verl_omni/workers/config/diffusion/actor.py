@@ -97,6 +97,12 @@ class DiffusionActorConfig:
         choices=("rollout", "train"),
         needs="algorithm.trainer_type=policy_gradient",
     )
+    first_ratio_tolerance: float | None = knob(
+        1e-3,
+        "how far a ratio of training to rollout may be from 1 before the first update (100 times that where their "
+        "kernels round differently, as in bfloat16); further is an error; null: not checked",
+        least=0,
+    )
     reuse_uncond: bool = knob(True, "under CFG, the first optimizer step takes the rollout's own unconditional half")
     ema_decay: float = knob(
         0.0, "decay of a moving average of the trained weights, used for validation; 0: none", least=0, below=1

@@ -272,9 +272,17 @@ class DiffusersFSDPEngine(BaseEngine):
         """As many of `rows` rows as make whole units, such as pairs."""
         return max(1, rows // self.rows_per_unit) * self.rows_per_unit
 
-    def train_batch(self, data: dict[str, torch.Tensor], loss_function: LossFunction) -> dict[str, Any]:
+    def train_batch(
+        self,
+        data: dict[str, torch.Tensor],
+        loss_function: LossFunction,
+        before_step: Callable[[dict[str, float]], None] | None = None,
+    ) -> dict[str, Any]:
+        """One optimizer step. `before_step` sees the metrics, the same on every rank, and may raise."""
         self.optimizer_zero_grad()
         output = self.forward_backward_batch(data, loss_function)
+        if before_step is not None:
+            before_step(output["metrics"])
         output["metrics"]["grad_norm"] = self.optimizer_step()
         output["metrics"]["lr"] = self.lr_scheduler_step()
         return output

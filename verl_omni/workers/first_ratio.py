@@ -1,0 +1,38 @@
+"""Before the first update the policy that trains is the one that sampled, and every ratio of the two is 1."""
+
+from collections.abc import Mapping
+
+import torch
+
+from verl_omni.utils.errors import RunError
+
+ROLLOUT_RATIO = "rollout_ratio_max_dev"
+# Where kernels round differently, as in bfloat16, ratios scatter; another formula is still further off.
+ROUNDING = 100
+
+
+def compare_with_rollout(
+    model_output: Mapping[str, torch.Tensor], data: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """How far a ratio of training to rollout is from 1, whatever the loss makes of the two."""
+    if "log_probs" not in model_output or "old_log_probs" not in data:
+        return {}
+    ratio = (model_output["log_probs"].detach() - data["old_log_probs"]).exp()
+    return {ROLLOUT_RATIO: (ratio - 1).abs().max()}
+
+
+def check_first_ratio(metrics: Mapping[str, float], tolerance: float | None, other_kernels: bool) -> None:
+    """Raise where a ratio (the loss's own, if there are no steps to compare) is off by more than rounding."""
+    off = metrics.get(ROLLOUT_RATIO, metrics.get("ratio_max_dev"))
+    if tolerance is None or off is None:
+        return
+    loosened = other_kernels and ROLLOUT_RATIO in metrics
+    if off > tolerance * (ROUNDING if loosened else 1):
+        raise RunError(
+            f"before the first update a ratio of training to rollout is off by {off:.2g}, more than "
+            f"actor_rollout_ref.actor.first_ratio_tolerance={tolerance:g}"
+            f"{f' times {ROUNDING}, as their kernels differ' if loosened else ''}: the two compute different steps. "
+            "Look at what the model's adapter overrides (forward_and_sample_previous_step, predict_velocity, "
+            "build_scheduler), at rollout.algo.sde_type and noise_level, and at fsdp_config.dtype, use_torch_compile "
+            "and attention_backend; if kernels only round differently, set actor_rollout_ref.actor.old_log_probs=train"
+        )
