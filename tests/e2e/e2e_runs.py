@@ -103,6 +103,11 @@ def user_folder(folder: Path) -> Path:
     return folder
 
 
+def users_environment() -> dict[str, str]:
+    """Without what is set for Rays that tests start in their own process."""
+    return {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
+
+
 class Run:
     """One start of the command in a session of its own, so that a test can kill all of it.
 
@@ -112,7 +117,7 @@ class Run:
     def __init__(self, arguments: list[str], folder: Path, **env: str | None):
         self.log = folder / "log.txt"
         path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-        environment = os.environ | {"PYTHONPATH": path} | env
+        environment = users_environment() | {"PYTHONPATH": path} | env
         self.process = subprocess.Popen(
             [sys.executable, "-m", "verl_omni.trainer.main_diffusion", *arguments],
             cwd=folder,

@@ -1,7 +1,6 @@
 """From prompts to scored trajectories: one task a sample, its reward asked for as soon as its image exists."""
 
 import asyncio
-import concurrent.futures
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -241,7 +240,6 @@ class DiffusionAgentLoopManager:
     ):
         self.num_servers, self.num_reward_workers = len(server_handles), len(reward_loop_worker_handles or [None])
         self.max_num_seqs = config.actor_rollout_ref.rollout.max_num_seqs
-        self._thread = concurrent.futures.ThreadPoolExecutor(1)
         worker = ray.remote(DiffusionAgentLoopWorker)
         self.workers = [
             worker.options(name=f"diffusion_agent_loop_{i}_{uuid.uuid4().hex[:6]}").remote(
@@ -260,7 +258,7 @@ class DiffusionAgentLoopManager:
         workers = self.workers[: len(chunks)]
         images = ray.get([w.generate_images.remote(c) for w, c in zip(workers, chunks, strict=True)])
         scores = [w.collect_scores.remote(batch.meta_info.get("scores_only", False)) for w in workers]
-        return join(images), self._thread.submit(lambda: join(ray.get(scores))).result
+        return join(images), lambda: join(ray.get(scores))
 
     def shutdown(self) -> None:
         for worker in self.workers:

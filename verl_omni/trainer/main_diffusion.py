@@ -118,14 +118,14 @@ def run_diffusion(config: DictConfig, task_runner_class: Any = None) -> None:
     import ray
 
     from verl_omni.trainer.preflight import preflight
-    from verl_omni.trainer.resources import choose_device, ray_arguments
+    from verl_omni.trainer.resources import choose_device, start_ray
 
     with config_writable(config):
         config.trainer.device = choose_device(config.trainer.device)
     config = preflight(config)
     started = not ray.is_initialized()
     if started:
-        ray.init(**ray_arguments(config))
+        start_ray(config)
     try:
         if task_runner_class is not None:
             ray.get(task_runner_class.remote().run.remote(config))

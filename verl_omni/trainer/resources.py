@@ -2,6 +2,10 @@
 
 import os
 import secrets
+import socket
+import subprocess
+import sys
+import urllib.parse
 from typing import Any
 
 import torch
@@ -57,8 +61,51 @@ def worker_environment(device: str, workers_per_node: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // workers_per_node))}
 
 
+def start_ray(config: DictConfig) -> None:
+    """Connect to `ray.address`, or start a Ray of our own: on loopback, and closed to all who do not know its token."""
+    import ray
+
+    if config.ray.address is not None:
+        check_answers(config.ray.address)
+        ray.init(address=config.ray.address, **ray_arguments(config))
+        return
+    from ray._private import ray_constants
+
+    if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        # One for each run, and in no file: Ray would write its own below HOME. Its processes inherit it.
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    # Ray's switch for machines that are no part of a cluster. Its variable is read on import, which is too early.
+    clustered, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        # "local": whatever RAY_ADDRESS says, and whatever else runs here.
+        ray.init(address="local", **ray_arguments(config))
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = clustered
+
+
+def check_answers(address: str, seconds: float = 25) -> None:
+    """One line within half a minute where no Ray answers: ray.init tries for four."""
+    mistake = f"ray.address={address} does not answer ({{}}): start Ray there, or leave it out to start one here"
+    where = urllib.parse.urlsplit(address if "://" in address else f"ray://{address}")
+    if address != "auto":
+        try:
+            socket.create_connection((where.hostname, where.port), timeout=seconds / 2).close()
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(mistake.format(error)) from error
+    if address.startswith("ray://"):
+        return  # a Ray client server, which has no status to ask for
+    status = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]
+    try:
+        answer = subprocess.run(status, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(mistake.format(f"nothing within {seconds:.0f} s")) from error
+    if answer.returncode:
+        *_, last = ["no Ray", *filter(str.strip, answer.stderr.splitlines())]
+        raise ValueError(mistake.format(last.strip().split(". ")[0]))
+
+
 def ray_arguments(config: DictConfig) -> dict[str, Any]:
-    """How to start (or find) Ray. Worker processes see the same modules as this one."""
+    """How to start Ray, or what to tell a running one. Worker processes see the same modules as this one."""
     environment = {
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")])),
@@ -66,7 +113,10 @@ def ray_arguments(config: DictConfig) -> dict[str, Any]:
     }
     arguments = {"runtime_env": {"env_vars": environment}, "logging_level": "ERROR"}
     if config.ray.address is not None:
-        return arguments | {"address": config.ray.address}
+        return arguments
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    for library in ("GLOO", "NCCL") if loopback else ():  # ranks on one machine meet on loopback
+        environment[f"{library}_SOCKET_IFNAME"] = os.environ.get(f"{library}_SOCKET_IFNAME", loopback[0])
     workers = config.trainer.nnodes * config.trainer.n_gpus_per_node
     needed = 4 * workers + config.reward.num_workers + config.actor_rollout_ref.rollout.agent.num_workers + 2
     cpus = config.ray.num_cpus or max(os.cpu_count() or 1, needed)

@@ -12,8 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, Execute, register
-from verl.utils.device import get_device_name, get_torch_device
-from verl.utils.distributed import initialize_global_process_group_ray
+from verl.utils.device import get_torch_device
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
 import verl_omni.workers.engine.fsdp.preference_impl  # noqa: F401  (registers its engine)
@@ -31,6 +30,7 @@ from verl_omni.workers.config import (
 from verl_omni.workers.engine.fsdp.diffusers_impl import EngineRegistry, is_maximum
 from verl_omni.workers.first_ratio import ROLLOUT_RATIO, check_first_ratio
 from verl_omni.workers.losses import build_loss_function
+from verl_omni.workers.process_group import join_process_group
 from verl_omni.workers.rollout.base import ImageOutput
 from verl_omni.workers.rollout.kept import KeptTrajectories
 
@@ -47,7 +47,7 @@ class DiffusionWorker(Worker):
         self.model_config: DiffusionModelConfig = OmegaConf.to_object(config.actor_rollout_ref.model)
         self.rollout_config: DiffusionRolloutConfig = OmegaConf.to_object(config.actor_rollout_ref.rollout)
         self.ref_config: DiffusionRefConfig = OmegaConf.to_object(config.actor_rollout_ref.ref)
-        initialize_global_process_group_ray(backend="gloo" if get_device_name() == "cpu" else None)
+        join_process_group()
         self.rollout = None
         self.kept = KeptTrajectories()
         self._settled = False

@@ -1,0 +1,37 @@
+"""How the ranks of the model find each other."""
+
+import os
+import socket
+
+import torch.distributed as dist
+from verl.utils.device import get_device_name, get_nccl_backend
+from verl.utils.distributed import initialize_global_process_group_ray
+
+LOOPBACK = "127.0.0.1"
+
+
+def join_process_group() -> None:
+    """verl's way; with a Ray of our own the meeting point listens on loopback, where torch's listens everywhere."""
+    device = get_device_name()
+    backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{get_nccl_backend()}"
+    if os.environ["MASTER_ADDR"] != LOOPBACK or "DIST_INIT_METHOD" in os.environ:
+        initialize_global_process_group_ray(backend=backend)
+        return
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = loopback_store(rank, ranks, int(os.environ["MASTER_PORT"]))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+
+
+def loopback_store(rank: int, ranks: int, port: int) -> dist.Store:
+    """What torch makes of MASTER_ADDR and MASTER_PORT, with a socket of ours to listen on. One rank needs none."""
+    if ranks == 1:
+        return dist.HashStore()
+    if rank:
+        return dist.TCPStore(LOOPBACK, port, ranks, is_master=False, timeout=dist.default_pg_timeout)
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((LOOPBACK, port))
+    listener.listen(ranks)
+    return dist.TCPStore(
+        LOOPBACK, port, ranks, is_master=True, timeout=dist.default_pg_timeout, master_listen_fd=listener.detach()
+    )
