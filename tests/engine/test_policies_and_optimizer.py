@@ -197,3 +197,12 @@ def test_a_run_can_start_from_an_exported_lora(tmp_path):
     again = PPODiffusersFSDPEngine(config, FSDPConfig(), OptimizerConfig(), CheckpointConfig())
     again.initialize()
     assert_same(weights(engine), weights(again), atol=0)
+
+
+def test_equal_advantages_make_a_gradient_that_is_exactly_zero():
+    """The trainer stops a run by this number."""
+    engine = make_engine(model_config(tiny_checkpoint(), lora=True))
+    data = roll_out(engine)
+    data["advantages"].zero_()
+    (metrics,) = update(engine, data, loss_function(), steps=1)
+    assert metrics["grad_norm"] == 0.0

@@ -32,6 +32,7 @@ from verl_omni.trainer.diffusion.diffusion_metric_utils import (
 )
 from verl_omni.trainer.diffusion.ordering import minibatch_order
 from verl_omni.trainer.diffusion.validation import validation_metrics, write_validation
+from verl_omni.trainer.diffusion.zero_gradient import ZeroGradients
 from verl_omni.trainer.resources import rendezvous_ports, worker_environment
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.dataset.prompt_loader import create_dataloader, create_val_dataloader, steps_for_epochs
@@ -253,7 +254,7 @@ class BaseRayDiffusionTrainer:
         tracking.finish()
 
     def _train(self, tracking: Tracking) -> None:
-        batches = iter(self.train_loader)
+        batches, zero_gradients = iter(self.train_loader), ZeroGradients()
         with tqdm(total=self.total_steps, initial=self.global_step, desc="training", unit="step") as bar:
             while self.global_step < self.total_steps:
                 timing: dict[str, float] = {}
@@ -265,7 +266,9 @@ class BaseRayDiffusionTrainer:
                 if profiled:
                     self.actor_wg.stop_profile(str(self.run_dir))
                 self.global_step += 1
-                last = self.global_step == self.total_steps
+                metrics |= compute_data_metrics_diffusion(batch)
+                stalled = zero_gradients.see(metrics, self.global_step)
+                last = stalled or self.global_step == self.total_steps
                 if (
                     self.val_loader is not None
                     and self.online
@@ -274,7 +277,6 @@ class BaseRayDiffusionTrainer:
                     with timer(timing, "testing"):
                         metrics |= self.validate()
                 metrics |= compute_mfu_metrics(metrics, timing)
-                metrics |= compute_data_metrics_diffusion(batch)
                 metrics |= compute_timing_metrics_diffusion(timing, len(batch))
                 metrics |= compute_throughput_metrics_diffusion(batch, timing, self.actor_wg.world_size)
                 metrics["training/global_step"] = self.global_step
@@ -289,6 +291,8 @@ class BaseRayDiffusionTrainer:
                 shown = {} if reward is None else {"reward": f"{reward:.3f}"}
                 bar.set_postfix(shown | {"step": f"{timing['step']:.1f}s"})
                 bar.update()
+                if stalled:
+                    zero_gradients.end(metrics, self.global_step)
 
     def training_step(self, rows: dict[str, Any], timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
         """One step on one batch of prompts: (the batch with its rewards, metrics)."""

@@ -1,0 +1,48 @@
+"""A step whose gradient is exactly 0 for every weight teaches nothing: it says so, and several in a row end the run."""
+
+from collections.abc import Mapping
+
+from tqdm import tqdm
+
+from verl_omni.utils.errors import RunError
+
+MOST_IN_A_ROW = 5
+
+
+class ZeroGradients:
+    """Counts them. A resumed run counts anew."""
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+
+    def see(self, metrics: Mapping[str, float], step: int) -> bool:
+        """Whether the run is to end after this step; one without a gradient is said on the console."""
+        without = metrics.get("actor/grad_norm") == 0.0 or metrics.get("training/skipped_updates") == 1.0
+        self.in_a_row = self.in_a_row + 1 if without else 0
+        if without:
+            tqdm.write(
+                f"step {step}: the gradient is 0 for every weight, nothing is learned ({self.in_a_row} in a row, "
+                f"{MOST_IN_A_ROW} end the run): {likely_cause(metrics)}"
+            )
+        return self.in_a_row >= MOST_IN_A_ROW
+
+    def end(self, metrics: Mapping[str, float], step: int) -> None:
+        raise RunError(
+            f"the gradient was 0 for every weight from step {step - self.in_a_row + 1} to {step}, nothing is learned: "
+            f"{likely_cause(metrics)}"
+        )
+
+
+def likely_cause(metrics: Mapping[str, float]) -> str:
+    """What a person should look at, by what the step itself shows."""
+    if metrics.get("critic/rewards/zero_std_ratio") == 1.0:
+        return (
+            "the images of each prompt all have the same reward; look at the reward function, at "
+            "actor_rollout_ref.rollout.n, and at whether the task is solved"
+        )
+    if metrics.get("training/skipped_updates"):
+        return "there was no pair to learn from; look at the rewards"
+    return (
+        "rewards are not the reason; look at actor_rollout_ref.rollout.algo.noise_level and sde_type, and at "
+        "actor_rollout_ref.actor.diffusion_loss (adv_clip_max, clip_ratio, and what else the loss can make 0)"
+    )
