@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from tiny_models import tiny_checkpoint
 
+import verl_omni
 from verl_omni.trainer import main_diffusion
 from verl_omni.trainer.preflight import preflight
 
@@ -186,8 +188,17 @@ def test_the_command_prints_one_line_and_fails(data, tmp_path):
     done = command(*settings(data, f"{A}model.algorithm=flow_gpro"), cwd=tmp_path)
     assert done.returncode != 0 and done.stdout == ""
     lines = [line for line in done.stderr.splitlines() if line.strip()]
-    assert len(lines) == 1 and lines[0].startswith('error: unknown algorithm "flow_gpro": did you mean "flow_grpo"?')
+    assert len(lines) == 2 and lines[0].startswith(f"verl-omni {verl_omni.__version__}: checking")
+    assert lines[1].startswith('error: unknown algorithm "flow_gpro": did you mean "flow_grpo"?')
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+def test_something_is_on_the_screen_before_anything_slow_is_loaded(tmp_path):
+    call = [sys.executable, "-X", "importtime", "-m", "verl_omni.trainer.main_diffusion", "data.train_files=x"]
+    told = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, timeout=250).stderr
+    before, after = (set(re.findall(r"\| +(\w+)\n", part)) for part in told.split(": checking the settings"))
+    slow = {"torch", "verl", "ray", "diffusers"}
+    assert not slow & before and {"torch", "ray"} <= after
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from e2e_runs import LEARNING, LIMIT, Run, metrics, settings, user_folder
 from PIL import Image
 from safetensors.torch import load_file
 
+from verl_omni.utils.starts import read_starts
+
 pytestmark = pytest.mark.timeout(1500)  # whole runs, on a machine that may be busy
 
 SCORES_A_STEP, SCORES_OF_VALIDATION = 8, 2
@@ -68,8 +70,14 @@ def test_a_run_leaves_what_the_documentation_promises(uninterrupted):
     names = {path.name for path in uninterrupted.iterdir()}
     assert names == {
         "config.yaml", "metrics.jsonl", "validation", "latest_checkpointed_iteration.txt",
-        "global_step_2", "global_step_3",
+        "global_step_2", "global_step_3", "starts.jsonl", "report.html",
     }  # fmt: skip
+    said = "Done: all of the run is in run, weights in run/global_step_3/export, report in run/report.html"
+    assert said in (uninterrupted.parent / "log.txt").read_text().splitlines()
+    page = (uninterrupted / "report.html").read_text()
+    assert "Before and after" in page and "critic/rewards/std_mean" in page and "killer.py" in page
+    (start,) = read_starts(uninterrupted)
+    assert start["step"] == 0 and "main_diffusion" in start["command"] and "lora_rank=4" in start["command"]
     assert (uninterrupted / "latest_checkpointed_iteration.txt").read_text() == "3"
     assert sorted(p.name for p in (uninterrupted / "validation").iterdir()) == ["step_0", "step_2", "step_3"]
     rows = [json.loads(line) for line in (uninterrupted / "validation/step_3/samples.jsonl").read_text().splitlines()]

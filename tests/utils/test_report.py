@@ -1,14 +1,20 @@
 import base64
 import io
 import json
+import os
+import platform
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
+import verl_omni
 from verl_omni.utils.report import MAX_PAIRS, Run, format_before_after_table, write_report
+from verl_omni.utils.starts import commit, note_start, read_starts
 from verl_omni.utils.svg_charts import Series, line_chart, stacked_bars, ticks
 
 STEPS = 6
@@ -141,6 +147,95 @@ def test_what_a_run_lacks_is_left_out_or_said(run_dir):
     assert "Config" not in page and "Before and after" not in page
 
 
+def edit(path: Path, change) -> None:
+    """Rewrite the lines of a JSON-lines file."""
+    lines = [change(json.loads(line)) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_what_made_the_run_is_said(run_dir):
+    (run_dir / "config.yaml").write_text(
+        "recipe: Signs & numbers\n"
+        "actor_rollout_ref: {model: {path: /models/Qwen-Image, algorithm: flow_grpo}, rollout: {seed: 7}}\n"
+        "data: {train_files: [a.parquet, b.parquet], val_files: null, seed: 3}\n"
+        "reward: {custom_reward_function: {path: mine.py, name: judge}}\n"
+        "trainer: {seed: 0}\n"
+    )
+    note_start(run_dir, 0, "python -m verl_omni.trainer.main_diffusion recipe=<x>")
+    note_start(run_dir, 3, None)
+    text = Collector(write_report(run_dir).read_text()).text
+    assert "Signs & numbers" in text and "Model /models/Qwen-Image" in text and "Algorithm flow_grpo" in text
+    assert "Training data ['a.parquet', 'b.parquet']" in text and "Validation data" not in text
+    assert "Reward judge in mine.py" in text and "trainer.seed=0, data.seed=3, actor_rollout_ref.rollout.seed=7" in text
+    first, second = read_starts(run_dir)
+    for start in (first, second):
+        assert f"Started at step {start['step']} {start['date']}, verl-omni {verl_omni.__version__}" in text
+        assert start["machine"] in text
+    assert platform.node() in first["machine"] and f"{os.cpu_count()} cores" in first["machine"]
+    (run_dir / "starts.jsonl").write_text(json.dumps(first) + "\n")
+    assert "main_diffusion recipe=<x>" in Collector(write_report(run_dir).read_text()).text
+
+
+def test_the_users_commit_is_noted(tmp_path):
+    def git(*arguments):
+        return subprocess.run(["git", "-C", tmp_path, *arguments], check=True, capture_output=True, text=True).stdout
+
+    if shutil.which("git") is None:
+        pytest.skip("there is no git")
+    assert commit(tmp_path) is None
+    git("init", "-q")
+    assert commit(tmp_path) is None, "nothing was committed"
+    (tmp_path / "reward.py").write_text("a = 1\n")
+    git("add", ".")
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "one")
+    head = git("rev-parse", "HEAD").strip()
+    assert commit(tmp_path) == head[:12]
+    (tmp_path / "reward.py").write_text("a = 2\n")
+    assert commit(tmp_path) == head[:12] + "+"
+
+
+def test_colours_follow_the_scores_of_the_run_whatever_their_range(run_dir):
+    for step, scores in ((0, (-90.0, -70.0, -80.0, -85.0)), (10, (-60.0, -50.0, -70.0, -75.0))):
+        edit(
+            run_dir / f"validation/step_{step}/samples.jsonl",
+            lambda line, scores=scores: line | {"score": scores[line["index"]]},
+        )
+    page = write_report(run_dir).read_text()
+    assert [float(x) for x in re.findall(r"--good:([\d.]+)", page)][:4] == [0.0, 0.75, 0.5, 1.0]
+    assert "from the lowest score here (-90.000) to the highest (-50.000)" in page
+    for step in (0, 10):
+        edit(run_dir / f"validation/step_{step}/samples.jsonl", lambda line: line | {"score": 3e-6})
+    page = write_report(run_dir).read_text()
+    assert set(re.findall(r"--good:([\d.]+)", page)) == {"0.50"} and ">3e-06<" in page
+
+
+def test_the_spread_within_groups_is_drawn(run_dir):
+    spread = {"critic/rewards/std_mean": 0.125, "critic/rewards/zero_std_ratio": 0.5}
+    edit(run_dir / "metrics.jsonl", lambda line: line | {"data": line["data"] | spread})
+    text = Collector(write_report(run_dir).read_text()).text
+    assert "Reward's standard deviation in a group" in text and "critic/rewards/std_mean, step 2: 0.125" in text
+    assert "Groups whose rewards are all equal" in text and "zero_std_ratio, step 2: 0.5" in text
+
+
+def test_a_run_without_rewards_and_one_with_a_single_validation(run_dir):
+    """Offline training has no rewards; a validation alone has nothing to compare with."""
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "data": {"timing_s/step": 1.0, "actor/grad_norm": 1e-13}}\n')
+    for step in (0, 3):
+        (run_dir / f"validation/step_{step}/samples.jsonl").unlink()
+    page = Collector(write_report(run_dir).read_text())
+    assert "Gradient norm" in page.text and "Reward" not in page.text and "Before and after" not in page.text
+    assert "Validation The first 4 validation prompts, with the same seeds, at step 10." in page.text
+    assert len(page.images) == 4
+    (run_dir / "metrics.jsonl").write_text('{"step": 0, "data": {"x": 1.0}}\n')
+    assert "Learning" not in Collector(write_report(run_dir).read_text()).text
+
+
+def test_small_numbers_keep_the_digits_that_count(run_dir):
+    edit(run_dir / "metrics.jsonl", lambda line: line | {"data": {k: v and v * 1e-5 for k, v in line["data"].items()}})
+    assert format_before_after_table(run_dir).splitlines()[2].split()[-3:] == ["5.44e-06", "9e-06", "+3.56e-06"]
+    assert "training reward 5.5e-06 → 8e-06" in Collector(write_report(run_dir).read_text()).text
+
+
 def test_table_for_the_console(run_dir):
     assert format_before_after_table(run_dir).splitlines() == [
         "                         before  after  change",
@@ -168,7 +263,7 @@ def test_ticks_are_round_and_enclose_the_data(low, high, expected):
 
 
 def test_ticks_of_a_constant():
-    for constant in (0.0, 3.0, -2e-9, 1e20):
+    for constant in (0.0, 3.0, -2e-9, 1e20, 3e-14):
         marks = ticks(constant, constant)
         assert marks[0] < constant < marks[-1]
 

@@ -97,6 +97,8 @@ def test_console_shows_what_matters_on_one_line(tmp_path, capsys):
         "step 12/100 | reward 0.734 | kl 1.20e-03 | clipped 3.1% | time 4.2 s",
         "step 20/100 | val ocr/mean 0.812",
     ]
+    tracking.log({"critic/rewards/mean": 0.000123456, "critic/rewards/std_mean": 2e-9, "val-core/a": -0.04}, 21)
+    assert capsys.readouterr().out == "step 21/100 | val a -0.04 | reward 0.000123 | group std 2e-09\n"
     assert Console().line({}, 3) == "step 3"
 
 

@@ -13,6 +13,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+import verl_omni
 from verl_omni.trainer.config import schema
 from verl_omni.utils.suggest import nearest
 
@@ -178,6 +179,9 @@ def main() -> None:
     if {"--help", "-h"} & set(sys.argv[1:]):
         print_help()
         return
+    if not {"--cfg", "-c", "--info", "-i", "--hydra-help"} & {argument.split("=")[0] for argument in sys.argv[1:]}:
+        # Checks load torch and read the data: before anything else, say that there is something going on.
+        print(f"verl-omni {verl_omni.__version__}: checking the settings, the data and the reward", file=sys.stderr)
     check_override_names(sys.argv[1:])
     sys.argv[1:] = [with_plus(argument) for argument in sys.argv[1:]]
     _hydra_main()

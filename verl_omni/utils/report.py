@@ -2,27 +2,33 @@
 
     python -m verl_omni.utils.report RUN_DIR
 
-Reads what the trainer writes into its run folder: ``metrics.jsonl``, ``config.yaml`` and
-``validation/step_<N>/`` with images and ``samples.jsonl``.
+Reads what the trainer writes into its run folder: ``metrics.jsonl``, ``config.yaml``, ``starts.jsonl`` and
+``validation/step_<N>/`` with images and ``samples.jsonl``. Every run ends with it.
 """
 
 import argparse
 import base64
+import functools
 import io
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from html import escape
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from verl_omni.utils.report_style import STYLE
+from verl_omni.utils.starts import read_starts
 from verl_omni.utils.svg_charts import Series, line_chart, stacked_bars
-from verl_omni.utils.tracking import read_metrics
+from verl_omni.utils.tracking import read_metrics, readable
 
 MAX_PAIRS = 36
 THUMBNAIL = 256
 WIDE, NARROW = 1000, 480
+SEEDS = ("trainer.seed", "data.seed", "actor_rollout_ref.rollout.seed")
 OUTSIDE_STEP = ("testing", "save_checkpoint")
 
 
@@ -51,6 +57,16 @@ class Run:
             raise ValueError(f"{metrics} is empty: the run has not logged a step yet")
         config = self.dir / "config.yaml"
         self.config = config.read_text(encoding="utf-8") if config.is_file() else None
+        self.starts = read_starts(self.dir)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The configuration as a tree; empty where the folder has none."""
+        return yaml.safe_load(self.config or "") or {}
+
+    def setting(self, name: str) -> Any:
+        """A setting by its dotted name, None where there is none."""
+        return functools.reduce(lambda node, key: (node or {}).get(key), name.split("."), self.settings)
 
     def names(self, prefix: str) -> list[str]:
         """Metrics that start with ``prefix``, in the order of their first appearance."""
@@ -81,23 +97,26 @@ class Run:
 def write_report(
     run_dir: str | Path,
     out_path: str | Path | None = None,
-    title: str = "Training report",
+    title: str | None = None,
     continue_command: str | None = None,
 ) -> Path:
     """Write the report of a run and return its path, ``report.html`` in the run folder by default.
 
+    ``title`` is by default what the config says about the run (``recipe``), or its algorithm and model.
     ``continue_command`` is shown as what to type to train on from here.
     """
     run = Run(run_dir)
+    title = title or run.setting("recipe") or _what(run)
     out_path = Path(out_path) if out_path else run.dir / "report.html"
     sections = [
         _headline(run, title),
         _section("Learning", _learning_charts(run)),
         _section("Time", _timing_chart(run)),
-        _section("Before and after", _pairs(run)),
+        _images(run),
         _section(
             "Go on from here", f'<pre class="command">{escape(continue_command)}</pre>' if continue_command else ""
         ),
+        _section("Started with", _about(run)),
         _config(run),
     ]
     page = (
@@ -119,7 +138,7 @@ def format_before_after_table(run_dir: str | Path) -> str:
     rows = [("", "before", "after", "change")]
     for change in Run(run_dir).changes():
         difference = change.after - change.before
-        rows.append((change.label, f"{change.before:.3f}", f"{change.after:.3f}", f"{difference:+.3f}"))
+        rows.append((change.label, readable(change.before), readable(change.after), readable(difference, sign="+")))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         f"{row[0]:<{widths[0]}}  " + "  ".join(f"{c:>{w}}" for c, w in zip(row[1:], widths[1:], strict=True))
@@ -127,6 +146,11 @@ def format_before_after_table(run_dir: str | Path) -> str:
     ]
     lines.insert(1, "-" * len(lines[0]))
     return "\n".join(lines)
+
+
+def _what(run: Run) -> str:
+    model, algorithm = (run.setting(f"actor_rollout_ref.model.{name}") for name in ("path", "algorithm"))
+    return f"{algorithm} on {Path(model).name}" if model else "Training report"
 
 
 def _validation_label(name: str) -> str:
@@ -148,8 +172,10 @@ def _headline(run: Run, title: str) -> str:
         trend = "up" if difference > 0 else "down" if difference < 0 else "flat"
         cards.append(
             f'<div class="card"><div class="label">{escape(change.label)}</div>'
-            f'<div class="value">{change.before:.3f} <span class="arrow">→</span> {change.after:.3f}</div>'
-            f'<div class="{trend}">{difference:+.3f}, step {change.steps[0]} to {change.steps[1]}</div></div>'
+            f'<div class="value">{readable(change.before)} <span class="arrow">→</span> '
+            f"{readable(change.after)}</div>"
+            f'<div class="{trend}">{readable(difference, sign="+")}, '
+            f"step {change.steps[0]} to {change.steps[1]}</div></div>"
         )
     facts = [f"{run.entries[-1]['step']} steps"]
     if seconds := run.curve("timing_s/step"):
@@ -165,10 +191,12 @@ def _headline(run: Run, title: str) -> str:
 def _learning_charts(run: Run) -> str:
     rewards = [Series("training", run.curve("critic/rewards/mean"))]
     rewards += [Series(_validation_label(n), run.curve(n), markers=True) for n in run.names("val-core/")]
-    charts = [("Reward", rewards, False, "wide")]
+    charts = [("Reward", rewards, False, "wide")] if any(one.points for one in rewards) else []
     charts += [
         (heading, [Series(name, run.curve(name))], percent, "")
         for heading, name, percent in (
+            ("Reward's standard deviation in a group", "critic/rewards/std_mean", False),
+            ("Groups whose rewards are all equal", "critic/rewards/zero_std_ratio", True),
             ("KL to the reference", "actor/kl_loss", False),
             ("KL of old and new policy", "actor/ppo_kl", False),
             ("Clip fraction", "actor/pg_clipfrac", True),
@@ -177,7 +205,7 @@ def _learning_charts(run: Run) -> str:
         )
         if run.curve(name)
     ]
-    return '<div class="charts">' + "".join(_figure(*chart) for chart in charts) + "</div>"
+    return '<div class="charts">' + "".join(_figure(*chart) for chart in charts) + "</div>" if charts else ""
 
 
 def _figure(heading: str, series: Sequence[Series], percent: bool, kind: str) -> str:
@@ -205,33 +233,62 @@ def _timing_chart(run: Run) -> str:
     return f'<figure class="wide"><figcaption>Seconds of each step</figcaption>{chart}</figure>'
 
 
-def _pairs(run: Run) -> str:
+def _images(run: Run) -> str:
     """The same prompts and seeds at the first and at the last validation, in the order of the file."""
     validations = run.validations()
     if not validations:
         return ""
-    (first, before_dir), (last, after_dir) = validations[0], validations[-1]
-    before = {sample["index"]: sample for sample in _samples(before_dir)}
-    pairs = [(before[sample["index"]], sample) for sample in _samples(after_dir) if sample["index"] in before]
+    kept = [(step, folder, {sample["index"]: sample for sample in _samples(folder)}) for step, folder in validations]
+    shown = [kept[0], kept[-1]] if len(kept) > 1 else kept
+    common = [index for index in shown[-1][2] if index in shown[0][2]][:MAX_PAIRS]
+    scores = [float(samples[index]["score"]) for _, _, samples in shown for index in common]
     tiles = []
-    for old, new in pairs[:MAX_PAIRS]:
-        shown = "".join(_shot(*shot) for shot in ((old, before_dir, first), (new, after_dir, last)))
-        tiles.append(f'<div class="pair"><div class="prompt">{escape(str(new["prompt"]))}</div>{shown}</div>')
-    note = f"The first {len(tiles)} validation prompts, with the same seeds at step {first} (left) and {last} (right)."
-    return f'<p class="note">{note}</p><div class="pairs">{"".join(tiles)}</div>'
+    for index in common:
+        shots = (_shot(samples[index], folder, step, scores) for step, folder, samples in shown)
+        prompt = escape(str(shown[-1][2][index]["prompt"]))
+        tiles.append(f'<div class="pair"><div class="prompt">{prompt}</div>{"".join(shots)}</div>')
+    steps = " (left) and ".join(str(step) for step, _, _ in shown) + (" (right)" if len(shown) > 1 else "")
+    note = f"The first {len(tiles)} validation prompts, with the same seeds, at step {steps}."
+    if tiles:
+        ends = [readable(end(scores)) for end in (min, max)]
+        note += f" Colours go from the lowest score here ({ends[0]}) to the highest ({ends[1]})."
+    heading = "Before and after" if len(shown) > 1 else "Validation"
+    return _section(heading, f'<p class="note">{note}</p><div class="pairs">{"".join(tiles)}</div>')
 
 
-def _shot(sample: dict[str, Any], folder: Path, step: int) -> str:
+def _shot(sample: dict[str, Any], folder: Path, step: int, scores: Sequence[float]) -> str:
     """An image with its score and what else the reward told, such as the text that the OCR read."""
     told = (
         f"<span>{escape(key.replace('_', ' '))}: <b>{escape(_short(value))}</b></span>"
         for key, value in sample.get("reward_extra_info", {}).items()
     )
-    good = max(0.0, min(1.0, float(sample["score"])))
+    low, high = min(scores), max(scores)
+    good = (float(sample["score"]) - low) / (high - low) if high > low else 0.5
+    score = f'<i class="score" style="--good:{good:.2f}">{readable(sample["score"], 2)}</i>'
     return (
         f'<div class="shot"><img alt="step {step}" src="{_data_uri(folder / sample["image"])}">'
-        f'<span><i class="score" style="--good:{good:.2f}">{sample["score"]:.2f}</i></span>{"".join(told)}</div>'
+        f"<span>{score}</span>{''.join(told)}</div>"
     )
+
+
+def _about(run: Run) -> str:
+    """What made this run: enough to make it again."""
+    reward = run.setting("reward.custom_reward_function.path")
+    facts = {
+        "Model": run.setting("actor_rollout_ref.model.path"),
+        "Algorithm": run.setting("actor_rollout_ref.model.algorithm"),
+        "Training data": run.setting("data.train_files"),
+        "Validation data": run.setting("data.val_files"),
+        "Reward": reward and f"{run.setting('reward.custom_reward_function.name')} in {reward}",
+        "Seeds": ", ".join(f"{name}={run.setting(name)}" for name in SEEDS if run.setting(name) is not None),
+    }
+    for start in run.starts:
+        code = f"verl-omni {start['verl_omni']}" + (f", your commit {start['commit']}" if start["commit"] else "")
+        facts[f"Started at step {start['step']}"] = f"{start['date']}, {code}, on {start['machine']}"
+    rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(said))}</dd>" for name, said in facts.items() if said)
+    command = run.starts[-1]["command"] if run.starts else None
+    shown = f'<pre class="command">{escape(command)}</pre>' if command else ""
+    return f'<dl class="about">{rows}</dl>{shown}' if rows else ""
 
 
 def _config(run: Run) -> str:
@@ -275,7 +332,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write report.html about a training run.")
     parser.add_argument("run_dir", metavar="RUN_DIR", help="folder with metrics.jsonl, config.yaml and validation/")
     parser.add_argument("--out", help="default: report.html in the run folder")
-    parser.add_argument("--title", default="Training report")
+    parser.add_argument("--title", help="default: the config's `recipe`")
     parser.add_argument("--continue-command", help="what to type to train on, shown in the report")
     args = parser.parse_args()
     try:

@@ -52,6 +52,8 @@ svg .grid { stroke: var(--line); stroke-width: 1; }
 }
 pre { margin: 0; padding: 12px 16px; overflow: auto; font: 13px/1.5 ui-monospace, monospace; }
 .command { user-select: all; white-space: pre-wrap; }
+.about { display: grid; grid-template-columns: max-content 1fr; gap: 4px 20px; margin: 0 0 14px; }
+.about dt { color: var(--soft); } .about dd { margin: 0; overflow-wrap: anywhere; }
 details { padding: 10px 16px; margin-top: 36px; }
 summary { font-weight: 600; cursor: pointer; }
 details pre { padding: 12px 0 0; }

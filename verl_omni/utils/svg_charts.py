@@ -27,7 +27,8 @@ def line_chart(series: Sequence[Series], width: int = 480, x_label: str = "step"
     series = [one for one in series if one.points]
     xs = [x for one in series for x, _ in one.points]
     ys = [y for one in series for _, y in one.points]
-    plot = _Plot(width, min(xs), max(xs), ticks(min(ys), max(ys)))
+    marks = ticks(0, max(ys) or 1) if percent else ticks(min(ys), max(ys))
+    plot = _Plot(width, min(xs), max(xs), marks)
     shapes = []
     for index, one in enumerate(series):
         colour = f"var(--c{index % COLOURS})"
@@ -71,14 +72,14 @@ def legend(labels: Sequence[str]) -> str:
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Round numbers, 1, 2 or 5 times a power of ten apart, that enclose ``low`` to ``high``."""
-    if high - low < 1e-12:
+    if high - low <= 1e-12 * max(abs(low), abs(high)):
         margin = abs(high) / 2 or 0.5
         low, high = low - margin, high + margin
     raw = (high - low) / about
     power = 10 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
+    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
 
 
 class _Plot:

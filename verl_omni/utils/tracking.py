@@ -12,14 +12,21 @@ from verl_omni.utils.suggest import unknown
 
 OWN = ("console", "jsonl")
 
-# What a person watches during training, of the hundred or so numbers of a step: (metric, label, format).
+
+def readable(value: float, decimals: int = 3, sign: str = "") -> str:
+    """`0.734`, and small numbers with as many digits that count: `0.00123`, `2.5e-07`."""
+    small = value != 0 and abs(value) < 0.1
+    return f"{value:{sign}.{decimals}{'g' if small else 'f'}}"
+
+
+# What a person watches during training, of the hundred or so numbers of a step: (metric, label, how it is shown).
 WATCHED = (
-    ("critic/rewards/mean", "reward", "{:.3f}"),
-    ("critic/rewards/std_mean", "group std", "{:.3f}"),
-    ("actor/kl_loss", "kl", "{:.2e}"),
-    ("actor/pg_clipfrac", "clipped", "{:.1%}"),
-    ("actor/grad_norm", "grad norm", "{:.3g}"),
-    ("perf/time_per_step", "time", "{:.1f} s"),
+    ("critic/rewards/mean", "reward", readable),
+    ("critic/rewards/std_mean", "group std", readable),
+    ("actor/kl_loss", "kl", "{:.2e}".format),
+    ("actor/pg_clipfrac", "clipped", "{:.1%}".format),
+    ("actor/grad_norm", "grad norm", "{:.3g}".format),
+    ("perf/time_per_step", "time", "{:.1f} s".format),
 )
 VALIDATION = "val-core/"
 
@@ -94,8 +101,9 @@ class Console:
 
     def line(self, data: Mapping[str, Any], step: int) -> str:
         parts = [f"step {step}" + (f"/{self.total_steps}" if self.total_steps else "")]
-        parts += [f"val {key.removeprefix(VALIDATION)} {data[key]:.3f}" for key in data if key.startswith(VALIDATION)]
-        parts += [f"{label} {form.format(data[key])}" for key, label, form in WATCHED if key in data]
+        scores = [key for key in data if key.startswith(VALIDATION)]
+        parts += [f"val {key.removeprefix(VALIDATION)} {readable(data[key])}" for key in scores]
+        parts += [f"{label} {shown(data[key])}" for key, label, shown in WATCHED if key in data]
         return " | ".join(parts)
 
     def finish(self) -> None:

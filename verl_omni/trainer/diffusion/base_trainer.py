@@ -10,6 +10,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import ray
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import Dataset, Sampler
@@ -36,8 +37,10 @@ from verl_omni.trainer.diffusion.zero_gradient import ZeroGradients
 from verl_omni.trainer.resources import rendezvous_ports, worker_environment
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.dataset.prompt_loader import create_dataloader, create_val_dataloader, steps_for_epochs
+from verl_omni.utils.report import write_report
 from verl_omni.utils.seeds import derive_seed, derive_seeds
-from verl_omni.utils.tracking import Tracking
+from verl_omni.utils.starts import note_start, typed_command
+from verl_omni.utils.tracking import Tracking, readable
 from verl_omni.workers.config import validation_pipeline
 from verl_omni.workers.losses import build_loss_function
 
@@ -234,6 +237,8 @@ class BaseRayDiffusionTrainer:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         resumed = self.load_checkpoint()
         OmegaConf.save(self.config, self.run_dir / "config.yaml", resolve=True)
+        in_cluster = ray.get_runtime_context().get_actor_id() is not None  # then the command was typed elsewhere
+        note_start(self.run_dir, self.global_step, None if in_cluster else typed_command())
         tracking = Tracking(
             list(trainer.logger),
             self.run_dir,
@@ -252,6 +257,17 @@ class BaseRayDiffusionTrainer:
         if not trainer.val_only:
             self._train(tracking)
         tracking.finish()
+        print(self._where_things_are(), flush=True)
+
+    def _where_things_are(self) -> str:
+        """One line for the end of a run: its weights, its report and its folder."""
+        found, checkpoint = [], checkpointing.whole_checkpoints(self.run_dir).get(self.global_step)
+        if checkpoint is not None:  # none with trainer.save_freq=0
+            export = checkpoint / "export"
+            found.append(f"weights in {export}" if export.is_dir() else f"checkpoint in {checkpoint}, no export")
+        if "jsonl" in self.config.trainer.logger:
+            found.append(f"report in {write_report(self.run_dir)}")
+        return ", ".join(["Done: all of the run is in " + str(self.run_dir), *found])
 
     def _train(self, tracking: Tracking) -> None:
         batches, zero_gradients = iter(self.train_loader), ZeroGradients()
@@ -288,7 +304,7 @@ class BaseRayDiffusionTrainer:
                         self.save_checkpoint()
                     tracking.log({"timing_s/save_checkpoint": saving["save_checkpoint"]}, step=self.global_step)
                 reward = metrics.get("critic/rewards/mean")  # cached pairs have none
-                shown = {} if reward is None else {"reward": f"{reward:.3f}"}
+                shown = {} if reward is None else {"reward": readable(reward)}
                 bar.set_postfix(shown | {"step": f"{timing['step']:.1f}s"})
                 bar.update()
                 if stalled:

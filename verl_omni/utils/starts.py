@@ -1,0 +1,75 @@
+"""When, where and with which code a run was started: one line a start in `starts.jsonl` of its folder.
+
+Nothing here is read back by training; it is for the people who look at a run later.
+"""
+
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import verl_omni
+
+FILE = "starts.jsonl"
+
+
+def note_start(run_dir: str | Path, step: int, command: str | None) -> None:
+    """Add this start of a run, at its step. `command` is None where it was not typed in this process."""
+    start = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "step": step,
+        "verl_omni": verl_omni.__version__,
+        "commit": commit(Path.cwd()),
+        "machine": machine(),
+        "command": command,
+    }
+    with (Path(run_dir) / FILE).open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(start) + "\n")
+
+
+def read_starts(run_dir: str | Path) -> list[dict[str, Any]]:
+    """The starts of a run, the first one first; none for a folder that was never noted."""
+    path = Path(run_dir) / FILE
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
+def typed_command() -> str:
+    """The command of this process, as one would type it again."""
+    return shlex.join(["python", *sys.orig_argv[1:]])
+
+
+def commit(folder: Path) -> str | None:
+    """The git commit of the checkout around `folder`, with `+` where files differ from it; None where there is none."""
+    head = _output("git", "-C", str(folder), "rev-parse", "HEAD")
+    if head is None:
+        return None
+    changed = _output("git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no")
+    return head[:12] + ("+" if changed else "")
+
+
+def machine() -> str:
+    """Such as `node7: 8 x NVIDIA H200, 192 cores of AMD EPYC 9654, Linux`."""
+    gpus = (_output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "").splitlines()
+    kinds = [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)]
+    return f"{platform.node()}: " + ", ".join([*kinds, f"{os.cpu_count()} cores{_processor()}", platform.system()])
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    return f" of {name or platform.processor()}" if name or platform.processor() else ""
+
+
+def _output(program: str, *arguments: str) -> str | None:
+    """What a program of the machine prints; None where it is not there or has nothing to say."""
+    if shutil.which(program) is None:
+        return None
+    done = subprocess.run([program, *arguments], capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else None
