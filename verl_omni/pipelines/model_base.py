@@ -213,6 +213,11 @@ class DiffusionModelBase(ABC):
         """The diffusers models inside `module`, under their names in the pipeline."""
         return {cls.trained_components[0]: module}
 
+    @classmethod
+    def parts_at(cls, module: torch.nn.Module, timesteps: torch.Tensor) -> set[str]:
+        """Which of `trained_modules` samples at these timesteps (N,) go through: all of them by default."""
+        return set(cls.trained_modules(module))
+
     # ---- prompts and images: what the embedded rollout needs beside the transformer ------------------
 
     @classmethod

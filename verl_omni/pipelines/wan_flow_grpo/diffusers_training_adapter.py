@@ -80,6 +80,13 @@ class Wan(DiffusionModelBase):
         return dict(module.items()) if isinstance(module, Experts) else {"transformer": module}
 
     @classmethod
+    def parts_at(cls, module: torch.nn.Module, timesteps: torch.Tensor) -> set[str]:
+        if not isinstance(module, Experts):
+            return super().parts_at(module, timesteps)
+        high = module.high_noise(timesteps)
+        return {name for name, rows in (("transformer", high), ("transformer_2", ~high)) if rows.any()}
+
+    @classmethod
     def prepare_model_inputs(
         cls,
         module: torch.nn.Module,

@@ -27,7 +27,7 @@ from verl_omni.workers.engine.fsdp.compile_ahead import compile_ahead
 from verl_omni.workers.engine.fsdp.fused_gelu import fuse_gelu
 from verl_omni.workers.engine.fsdp.lora import FoldedLora, add_lora
 from verl_omni.workers.engine.fsdp.optimizer import build_optimizer
-from verl_omni.workers.engine.fsdp.pairs import micro_batches
+from verl_omni.workers.engine.fsdp.pairs import micro_batches, pair_indices
 from verl_omni.workers.engine.fsdp.parallel import compile_blocks, shard
 from verl_omni.workers.engine.fsdp.policies import Policies, fsdp_modules, reshard
 from verl_omni.workers.host_memory import HostMemory, bring, bring_state, local
@@ -283,9 +283,29 @@ class DiffusersFSDPEngine(BaseEngine):
         output = self.forward_backward_batch(data, loss_function)
         if before_step is not None:
             before_step(output["metrics"])
+        self.drop_idle_gradients(data)
         output["metrics"]["grad_norm"] = self.optimizer_step()
         output["metrics"]["lr"] = self.lr_scheduler_step()
         return output
+
+    def trained_timesteps(self, data: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Where the rows of a mini-batch are trained, (N,). Subclasses say how the batch holds them."""
+        raise NotImplementedError
+
+    def drop_idle_gradients(self, data: dict[str, torch.Tensor]) -> None:
+        """A part that no rank had a row for has no gradient, and the optimizer leaves it alone.
+
+        On one rank that is so by itself. On several all ranks call it with rows that count for nothing, and its
+        gradient is 0, with which Adam would still move it, by its momentum and by weight decay.
+        """
+        if not self.sharded or len(self.parts) == 1:
+            return
+        used = self.adapter.parts_at(self.module, self.trained_timesteps(data))
+        seen = torch.tensor([int(name in used) for name in self.parts], device=self.device)
+        dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+        for part, anywhere in zip(self.parts.values(), seen.tolist(), strict=True):
+            if not anywhere:
+                part.zero_grad(set_to_none=True)
 
     def infer_batch(
         self,
@@ -381,6 +401,9 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
 
     def check_batch(self, data: dict[str, torch.Tensor]) -> None:
         self.scheduler.check_timesteps(data["all_timesteps"].float())
+
+    def trained_timesteps(self, data: dict[str, torch.Tensor]) -> torch.Tensor:
+        return data["all_timesteps"].cpu()[pair_indices(data)]
 
     def prepare_model_outputs(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """log_probs (N,), prev_sample_mean (N, ...), std_dev_t and kl_std (N, 1, ...) of N stored (sample, step)s."""

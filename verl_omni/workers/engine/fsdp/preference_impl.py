@@ -26,10 +26,13 @@ class PreferenceDiffusersFSDPEngine(DiffusersFSDPEngine):
         """velocity (N, ...) of N (sample, noise level) rows."""
         sigma = micro_batch["sigma"]
         x_t = noised(micro_batch["clean_latents"], micro_batch["noise"], sigma)
-        timestep = sigma * self.scheduler.config.num_train_timesteps
+        timestep = self.trained_timesteps(micro_batch)
         config = self.unguided_config
         inputs, _ = transformer_inputs(self.adapter, self.module, config, x_t, timestep, micro_batch)
         return {"velocity": self.adapter.predict_velocity(self.module, config, inputs, None)}
+
+    def trained_timesteps(self, data: dict[str, torch.Tensor]) -> torch.Tensor:
+        return data["sigma"].flatten() * self.scheduler.config.num_train_timesteps
 
     def before_update(self, data: dict[str, torch.Tensor], anchors: Mapping[str, str]) -> dict[str, torch.Tensor]:
         """Draw the noise, and the velocities of other policies (`anchors`: name in the batch -> policy), in CPU memory.
