@@ -1,5 +1,6 @@
 """Bad input costs seconds: one line that says what to type, before any worker starts."""
 
+import importlib.metadata
 import json
 import os
 import re
@@ -203,16 +204,21 @@ def test_something_is_on_the_screen_before_anything_slow_is_loaded(tmp_path):
 
 @pytest.mark.parametrize(
     ("key", "meant"),
-    [("trainer.sav_freq=1", "trainer.save_freq"), ("actor_rollout_ref.rollout.pipeline.hight=32", "pipeline.height")],
+    [
+        ("trainer.sav_freq=1", "trainer.save_freq"),
+        ("actor_rollout_ref.rollout.pipeline.hight=32", "pipeline.height"),
+        ("+trainer.sav_freq=1", "trainer.save_freq"),
+        ("++trainer.sav_freq=1", "trainer.save_freq"),
+    ],
 )
 def test_an_unknown_key_names_the_nearest(key, meant, capsys):
     with pytest.raises(SystemExit) as left:
         main_diffusion.check_override_names([key])
-    assert f'unknown config key "{key.split("=")[0]}"' in str(left.value) and meant in str(left.value)
+    assert f'unknown config key "{key.split("=")[0].lstrip("+")}"' in str(left.value) and meant in str(left.value)
     assert "--help" in str(left.value) and "\n" not in str(left.value) and len(str(left.value)) < 300
 
 
-@pytest.mark.parametrize("key", ["trainer.save_freq=1", "+anything.new=1", "--config-name=x", "hydra.verbose=true",
+@pytest.mark.parametrize("key", ["trainer.save_freq=1", "++trainer.save_freq=1", "--config-name=x", "hydra.verbose=1",
                                  "actor_rollout_ref.actor.diffusion_loss.extra.penalty=2"])  # fmt: skip
 def test_known_keys_and_hydras_own_words_pass(key):
     main_diffusion.check_override_names([key])
@@ -223,6 +229,13 @@ def test_keys_of_one_algorithm_or_reward_need_no_plus():
     assert main_diffusion.with_plus(key) == f"++{key}"
     for other in (f"+{key}", "trainer.save_freq=1", "--config-name=x.extra.y"):
         assert main_diffusion.with_plus(other) == other
+
+
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_the_version_is_this_projects(flag, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["main_diffusion", flag])
+    main_diffusion.main()
+    assert capsys.readouterr().out == f"verl-omni {importlib.metadata.version('verl-omni')}\n"
 
 
 def test_a_value_of_the_wrong_type_is_named(data, tmp_path):

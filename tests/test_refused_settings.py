@@ -161,6 +161,72 @@ def test_defaults_of_an_algorithm_are_no_settings_of_the_user():
     assert prepared("algorithm.adv_mode=continuous", f"{ACTOR}.kl_loss_coef=0.04", f"{MODEL}.lora_alpha=64")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([f"{ROLLOUT}.algo.noise_level=0"], "sde_type=sde with noise_level=0.0 adds no noise"),
+        ([f"{ROLLOUT}.algo.sde_type=ode"], "sde_type to one of cps, dance_sde, sde"),
+        (
+            [f"{MODEL}.algorithm=grpo_guard", f"{ROLLOUT}.algo.sde_type=ode"],
+            "sde_type=ode with noise_level=0.7 adds no",
+        ),
+        ([f"{ROLLOUT}.algo.sde_type=cps", f"{ROLLOUT}.algo.noise_level=2"], "noise_level (sde_type=cps)=2.0: expected"),
+        ([f"{ROLLOUT}.val_kwargs.noise_level=2", f"{ROLLOUT}.val_kwargs.sde_type=cps"], "0 or more, at most 1"),
+        ([f"{ROLLOUT}.val_kwargs.noise_level=1", f"{ROLLOUT}.val_kwargs.sde_type=odee"], 'unknown sde_type "odee"'),
+        ([f"{ROLLOUT}.val_kwargs.sde_type=cps"], f"has no effect with {ROLLOUT}.val_kwargs.noise_level=0.0"),
+        ([f"{MODEL}.algorithm=dpo", f"{ROLLOUT}.val_kwargs.noise_level=1"], "has no effect with sde_type=ode"),
+    ],
+)
+def test_a_policy_gradient_needs_noise(overrides, said):
+    assert said in refused(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "setting", "said"),
+    [
+        ("diffusion_nft", "beta=0", "extra.beta=0: expected above 0"),
+        ("diffusion_nft", "kl_beta=-1", "extra.kl_beta=-1: expected 0 or more"),
+        ("dpo", "beta=much", "extra.beta=much: expected a number, such as 2000.0"),
+        ("awm", "weighting=hubber", 'did you mean "huber"'),
+        ("flow_dppo", "kl_mask_threshold=0", "expected above 0"),
+    ],
+)
+def test_a_setting_of_one_loss(algorithm, setting, said):
+    assert said in refused(f"{MODEL}.algorithm={algorithm}", f"+{ACTOR}.diffusion_loss.extra.{setting}")
+
+
+@pytest.mark.parametrize("algorithm", ["diffusion_nft", "flow_grpo"])
+def test_advantages_that_are_clamped_to_nothing(algorithm):
+    assert "adv_clip_max=0.0: expected above 0" in refused(
+        f"{MODEL}.algorithm={algorithm}", f"{ACTOR}.diffusion_loss.adv_clip_max=0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("architecture", "knob", "said"),
+    [
+        (
+            "QwenImagePipeline",
+            "guidance_scale=4",
+            "has no effect on QwenImagePipeline: it has true_cfg_scale; leave it",
+        ),
+        ("QwenImagePipeline", "num_frames=5", "num_frames=5 has no effect"),
+        ("StableDiffusion3Pipeline", "true_cfg_scale=4", "it has guidance_scale"),
+        ("Flux2Pipeline", "true_cfg_scale=4", "it has guidance_scale"),
+        ("WanPipeline", "guidance_scale_2=4", "it has guidance_scale, num_frames"),
+    ],
+)
+def test_a_pipeline_knob_that_the_architecture_does_not_have(architecture, knob, said):
+    assert said in refused(f"{ROLLOUT}.pipeline.{knob}", architecture=architecture)
+    assert said in refused(f"{ROLLOUT}.val_kwargs.pipeline.{knob}", architecture=architecture)
+
+
+@pytest.mark.parametrize("key", ["trainer.typo", "typo", f"{ROLLOUT}.algo.noise", f"{MODEL}.extras"])
+def test_a_key_that_nothing_reads(key):
+    """Hydra's `+` adds whatever it is told; recipes go through the same check."""
+    assert f'unknown config key "{key}"' in refused(f"+{key}=1")
+
+
 # ---- the mechanism -------------------------------------------------------------------------------------
 
 

@@ -31,7 +31,7 @@ def trained(algorithm: str, architecture: str, lora: bool, processes: int, folde
         run_dir,
         f"actor_rollout_ref.model.algorithm={algorithm}",
         f"actor_rollout_ref.model.lora_rank={4 if lora else 0}",
-        "actor_rollout_ref.rollout.pipeline.guidance_scale=1",
+        *["actor_rollout_ref.rollout.pipeline.guidance_scale=1"] * (architecture == "StableDiffusion3Pipeline"),
         "algorithm.timesteps_per_sample=2",
         "reward.custom_reward_function.path=brightness.py",
         "actor_rollout_ref.actor.optim.lr=1e-3",

@@ -15,6 +15,7 @@ from verl_omni.algorithms.base import DiffusionLossFn, DiffusionLossResult
 from verl_omni.algorithms.flow_grpo import FlowGRPOLoss, clipped_objective, log_prob_metrics
 from verl_omni.algorithms.forward_process import add_advantages, matching_error, velocity_distance
 from verl_omni.algorithms.registry import Algorithm, register_algorithm, register_diffusion_loss
+from verl_omni.utils.knob import Range
 from verl_omni.utils.suggest import unknown
 
 if TYPE_CHECKING:
@@ -48,6 +49,11 @@ class AWMLoss(DiffusionLossFn):
     required_model_output_keys = ("velocity",)
     required_data_keys = ("clean_latents", "noise", "sigma", "advantages", "old_velocity")
     defaults = {**FlowGRPOLoss.defaults, "extra": {"weighting": "uniform", "kl_beta": 0.0, "ema_kl_beta": 0.0}}
+    extra_ranges = {
+        "weighting": Range(choices=tuple(WEIGHTINGS)),
+        "kl_beta": Range(least=0),
+        "ema_kl_beta": Range(least=0),
+    }
 
     @classmethod
     def data_keys(cls, config: "DiffusionActorConfig") -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from verl_omni.utils.knob import Range
 from verl_omni.utils.suggest import unknown
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class DiffusionLossFn(ABC):
         "clip_ratio_high": None,
         "adv_clip_max": 5.0,
     }
+    #: What the settings under "extra" may be, where not any finite number will do.
+    extra_ranges: ClassVar[Mapping[str, Range]] = {}
 
     @classmethod
     @abstractmethod
@@ -91,6 +94,15 @@ class DiffusionLossFn(ABC):
                     f'loss "{loss_name}" needs {", ".join(missing)} in its {kind}, which holds: '
                     f"{', '.join(sorted(given.keys())) or 'nothing'}"
                 )
+
+    @classmethod
+    def check_extra(cls, extra: Mapping[str, Any], where: str) -> None:
+        """Raise one line where a setting of this loss alone is of another type than its default, or out of range."""
+        for name, value in extra.items():
+            default = cls.defaults.get("extra", {}).get(name)
+            if isinstance(default, int | float) and not isinstance(value, int | float):
+                raise ValueError(f"{where}.{name}={value}: expected a number, such as {default}")
+            cls.extra_ranges.get(name, Range()).check(f"{where}.{name}", value)
 
     @classmethod
     def settings(cls, config: "DiffusionActorConfig") -> SimpleNamespace:

@@ -15,6 +15,7 @@ import torch
 from verl_omni.algorithms.base import DiffusionLossFn, DiffusionLossResult, column, row_mean
 from verl_omni.algorithms.forward_process import add_advantages, noised, velocity_distance
 from verl_omni.algorithms.registry import Algorithm, register_algorithm, register_diffusion_loss
+from verl_omni.utils.knob import Range
 
 if TYPE_CHECKING:
     from verl_omni.workers.config import DiffusionActorConfig
@@ -38,6 +39,7 @@ class DiffusionNFTLoss(DiffusionLossFn):
     required_model_output_keys = ("velocity",)
     required_data_keys = ("clean_latents", "noise", "sigma", "advantages", "old_velocity")
     defaults = {"adv_clip_max": 5.0, "extra": {"beta": 1.0, "kl_beta": 1e-4}}
+    extra_ranges = {"beta": Range(above=0), "kl_beta": Range(least=0)}
 
     @classmethod
     def data_keys(cls, config: "DiffusionActorConfig") -> tuple[str, ...]:

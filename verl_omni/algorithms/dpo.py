@@ -17,6 +17,7 @@ from verl_omni.algorithms.advantages import checked_rewards
 from verl_omni.algorithms.base import DiffusionLossFn, DiffusionLossResult
 from verl_omni.algorithms.forward_process import matching_error
 from verl_omni.algorithms.registry import Algorithm, register_algorithm, register_diffusion_loss
+from verl_omni.utils.knob import Range
 
 if TYPE_CHECKING:
     from verl import DataProto
@@ -42,6 +43,7 @@ class DPOLoss(DiffusionLossFn):
     required_data_keys = ("clean_latents", "noise", "sigma", "preference", "ref_velocity")
     rows_per_unit = 2
     defaults = {"extra": {"beta": 2000.0}}
+    extra_ranges = {"beta": Range(above=0)}
 
     @classmethod
     def compute_loss(

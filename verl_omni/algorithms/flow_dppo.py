@@ -14,6 +14,7 @@ import torch
 from verl_omni.algorithms.base import DiffusionLossFn, DiffusionLossResult, check_rows, per_row, row_mean, weighted_mean
 from verl_omni.algorithms.flow_grpo import clamp_advantages, log_prob_metrics, ratio_metrics
 from verl_omni.algorithms.registry import Algorithm, register_algorithm, register_diffusion_loss
+from verl_omni.utils.knob import Range
 
 if TYPE_CHECKING:
     from verl_omni.workers.config import DiffusionActorConfig
@@ -34,6 +35,7 @@ class FlowDPPOLoss(DiffusionLossFn):
     required_model_output_keys = ("log_probs", "prev_sample_mean", "std_dev_t")
     required_data_keys = ("old_log_probs", "advantages", "old_prev_sample_mean", "sqrt_dt")
     defaults = {"adv_clip_max": 5.0, "extra": {"kl_mask_threshold": 1e-5}}
+    extra_ranges = {"kl_mask_threshold": Range(above=0)}
 
     @classmethod
     def compute_loss(

@@ -24,6 +24,9 @@ from verl_omni.workers.config import DiffusionModelConfig
 
 Conditions = dict[str, torch.Tensor]
 
+# What only some models have; an adapter says which in `pipeline_knobs`.
+OPTIONAL_PIPELINE_KNOBS = ("num_frames", "true_cfg_scale", "guidance_scale", "guidance_scale_2")
+
 # Built-in adapters, imported when their architecture is first asked for.
 _BUILTIN: dict[str, str] = {
     "Flux2KleinPipeline": "verl_omni.pipelines.flux2_flow_grpo",
@@ -68,6 +71,11 @@ class DiffusionModelBase(ABC):
     @classmethod
     def get_class(cls, model_config: DiffusionModelConfig) -> type["DiffusionModelBase"]:
         return cls.registry.find(model_config.architecture, model_config.algorithm)
+
+    @classmethod
+    def pipeline_knobs(cls, model_config: DiffusionModelConfig) -> set[str]:
+        """Those of the optional knobs of `rollout.pipeline` that this model reads: the others are refused."""
+        return set(OPTIONAL_PIPELINE_KNOBS)
 
     @classmethod
     def vae_scale_factor(cls, model_config: DiffusionModelConfig) -> int:

@@ -38,6 +38,11 @@ def read_index(path: str) -> dict[str, Any]:
         return json.load(f)
 
 
+def takes_guidance(model_config: Any) -> bool:
+    """Whether the transformer itself is told a guidance scale, as guidance-distilled ones are."""
+    return bool(read_component_config(model_config.path, model_config.transformer_subfolder).get("guidance_embeds"))
+
+
 def load_component(model_config: Any, name: str, dtype: torch.dtype) -> torch.nn.Module:
     """One model of a diffusers folder, by the class that its config names."""
     import diffusers

@@ -2,7 +2,8 @@
 
     python -m verl_omni.trainer.main_diffusion actor_rollout_ref.model.path=... data.train_files=... [key=value ...]
 
-`--help` lists every knob, `--cfg job` prints the configuration, `--config-dir DIR --config-name RECIPE` runs a recipe.
+`--help` lists every knob, `--cfg job` prints the configuration, `--config-dir DIR --config-name RECIPE` runs a recipe,
+`--version` tells the version.
 """
 
 import os
@@ -15,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import verl_omni
 from verl_omni.trainer.config import schema
-from verl_omni.utils.suggest import nearest
+from verl_omni.trainer.config.keys import check_keys, is_open
 
 schema.register()
 
@@ -179,6 +180,9 @@ def main() -> None:
     if {"--help", "-h"} & set(sys.argv[1:]):
         print_help()
         return
+    if {"--version", "-V"} & set(sys.argv[1:]):
+        print(f"verl-omni {verl_omni.__version__}")
+        return
     if not {"--cfg", "-c", "--info", "-i", "--hydra-help"} & {argument.split("=")[0] for argument in sys.argv[1:]}:
         # Checks load torch and read the data: before anything else, say that there is something going on.
         print(f"verl-omni {verl_omni.__version__}: checking the settings, the data and the reward", file=sys.stderr)
@@ -196,41 +200,18 @@ def print_help() -> None:
 
 
 def check_override_names(arguments: list[str]) -> None:
-    """Hydra's own message for a key that does not exist names no neighbour; ours does."""
-    known = known_keys()
-    for argument in arguments:
-        key = argument.split("=")[0]
-        if "=" not in argument or key.startswith(("-", "+", "~", "hydra")) or "/" in key or "@" in key:
-            continue
-        if key not in known and not is_open(key):
-            sys.exit(f'error: unknown config key "{key}".{nearest(key, known)} `--help` lists all of them')
-
-
-def is_open(key: str) -> bool:
-    """In these and below, keys are the business of one algorithm, reward or engine."""
-    ends = ("extra", "scorers", "reward_kwargs", "reward_weights", "engine_kwargs")
-    return any(f".{end}." in f"{key}." for end in ends)
+    """Hydra's own message for a key that does not exist names no neighbour, and none comes for `+key`; ours does."""
+    keys = [a.split("=")[0].lstrip("+") for a in arguments if "=" in a and not a.startswith(("-", "~"))]
+    try:
+        check_keys(key for key in keys if not key.startswith("hydra") and "/" not in key and "@" not in key)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
 
 
 def with_plus(argument: str) -> str:
     """Hydra wants `++` before a key that no dataclass names; the user should not have to know which those are."""
     key = argument.split("=")[0]
     return f"++{argument}" if "=" in argument and key[:1].isalpha() and is_open(key) else argument
-
-
-def known_keys() -> set[str]:
-    """Every key that may be overridden, groups included."""
-    keys: set[str] = set()
-
-    def walk(node: Any, prefix: str) -> None:
-        for key in node:
-            keys.add(prefix + key)
-            child = node._get_node(key)
-            if OmegaConf.is_dict(child) and not child._is_interpolation() and not child._is_none():
-                walk(child, f"{prefix}{key}.")
-
-    walk(OmegaConf.structured(schema.DiffusionTrainerConfig), "")
-    return keys
 
 
 if __name__ == "__main__":

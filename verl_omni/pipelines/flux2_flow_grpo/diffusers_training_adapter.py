@@ -25,6 +25,10 @@ class Flux2(DiffusionModelBase):
     hidden_layers = (10, 20, 30)
 
     @classmethod
+    def pipeline_knobs(cls, model_config: DiffusionModelConfig) -> set[str]:
+        return {"guidance_scale"}
+
+    @classmethod
     def cfg_scale(cls, model_config: DiffusionModelConfig) -> float:
         return 1.0
 
@@ -142,20 +146,14 @@ class Flux2(DiffusionModelBase):
         """Mean and standard deviation of each channel of a token."""
         return vae.bn.running_mean, (vae.bn.running_var + vae.config.batch_norm_eps).sqrt()
 
-    @classmethod
-    def check(cls, model_config: DiffusionModelConfig) -> None:
-        super().check(model_config)
-        scale = model_config.pipeline.true_cfg_scale
-        if scale > 1:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.pipeline.true_cfg_scale={scale}: {model_config.architecture} has none, "
-                "use guidance_scale"
-            )
-
 
 @DiffusionModelBase.register("Flux2KleinPipeline", algorithm="flow_grpo")
 class Flux2Klein(Flux2):
     hidden_layers = (9, 18, 27)
+
+    @classmethod
+    def pipeline_knobs(cls, model_config: DiffusionModelConfig) -> set[str]:
+        return set() if read_index(model_config.path).get("is_distilled") else {"guidance_scale"}
 
     @classmethod
     def cfg_scale(cls, model_config: DiffusionModelConfig) -> float:

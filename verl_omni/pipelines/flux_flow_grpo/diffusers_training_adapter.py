@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
-from verl_omni.pipelines.utils import clip_ids, decode_image, encode_image, flow_shift, t5_ids
+from verl_omni.pipelines.utils import clip_ids, decode_image, encode_image, flow_shift, t5_ids, takes_guidance
 from verl_omni.workers.config import DiffusionModelConfig
 
 CLIP_LENGTH = 77
@@ -23,6 +23,10 @@ class Flux(DiffusionModelBase):
         "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
     ]  # fmt: skip
     rowless_inputs = ("img_ids", "txt_ids")
+
+    @classmethod
+    def pipeline_knobs(cls, model_config: DiffusionModelConfig) -> set[str]:
+        return {"true_cfg_scale", "guidance_scale"} if takes_guidance(model_config) else {"true_cfg_scale"}
 
     @classmethod
     def set_timesteps(cls, scheduler, model_config: DiffusionModelConfig, device: torch.device | str) -> None:

@@ -12,6 +12,7 @@ from verl_omni.pipelines.utils import (
     encode_pixels,
     flow_shift,
     read_component_config,
+    takes_guidance,
     trim_padding,
 )
 from verl_omni.workers.config import DiffusionModelConfig
@@ -32,6 +33,10 @@ class QwenImage(DiffusionModelBase):
         "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2",
     ]  # fmt: skip
     pipeline_defaults = {"negative_prompt": " ", "max_sequence_length": 512}
+
+    @classmethod
+    def pipeline_knobs(cls, model_config: DiffusionModelConfig) -> set[str]:
+        return {"true_cfg_scale", "guidance_scale"} if takes_guidance(model_config) else {"true_cfg_scale"}
 
     @classmethod
     def vae_scale_factor(cls, model_config: DiffusionModelConfig) -> int:
@@ -136,8 +141,7 @@ class QwenImage(DiffusionModelBase):
 
     @classmethod
     def check(cls, model_config: DiffusionModelConfig) -> None:
-        needs_guidance = read_component_config(model_config.path, model_config.transformer_subfolder)["guidance_embeds"]
-        if needs_guidance and model_config.pipeline.guidance_scale is None:
+        if takes_guidance(model_config) and model_config.pipeline.guidance_scale is None:
             raise ValueError(
                 "this Qwen-Image is guidance-distilled: set actor_rollout_ref.rollout.pipeline.guidance_scale"
             )

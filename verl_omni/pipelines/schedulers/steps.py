@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from verl_omni.utils.knob import Range
 from verl_omni.utils.registry import Registry
 
 Formula = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -42,6 +43,8 @@ class Step:
     density: Density = gaussian
     #: whether its authors' KL divides by the whole variance s²·(-dt), which is exact, or by s² alone
     kl_with_dt: bool = True
+    #: the noise levels that it is made for
+    noise_levels: Range = Range(least=0)
 
     def __call__(
         self,
@@ -55,6 +58,11 @@ class Step:
         columns = (_column(value, x) for value in (sigma, sigma_next, noise_level))
         mean, std_dev_t = self.formula(x.float(), v.float(), *columns)
         return mean, std_dev_t.expand(_column_shape(x))
+
+    def adds_noise(self, noise_level: float) -> bool:
+        """Whether a step at this noise level, half way from noise to data, is stochastic at all."""
+        here = torch.zeros(1)
+        return bool((self(here, here, torch.tensor(0.5), torch.tensor(0.4), noise_level)[1] > 0).all())
 
     def log_prob(
         self,
@@ -77,16 +85,19 @@ class Step:
 _STEPS: Registry[Step] = Registry("sde_type")
 
 
-def register_step(name: str, density: Density = gaussian, kl_with_dt: bool = True) -> Callable[[Formula], Step]:
+def register_step(
+    name: str, density: Density = gaussian, kl_with_dt: bool = True, most_noise: float | None = None
+) -> Callable[[Formula], Step]:
     """Make a step type out of a formula ``(x, v, sigma, sigma_next, noise_level) -> (mean, std_dev_t)``.
 
     The formula gets float32 tensors that broadcast against each other. ``std_dev_t`` is the diffusion coefficient: the
     noise added is ``std_dev_t·√(-dt)·z``. The name then works as ``actor_rollout_ref.rollout.algo.sde_type``. A KL to
-    the reference is that of the two Gaussians, or, without ``kl_with_dt``, leaves dt out.
+    the reference is that of the two Gaussians, or, without ``kl_with_dt``, leaves dt out. A noise level above
+    ``most_noise`` is refused.
     """
 
     def wrap(formula: Formula) -> Step:
-        step = Step(name, formula, density, kl_with_dt)
+        step = Step(name, formula, density, kl_with_dt, Range(least=0, most=most_noise))
         _STEPS.add(name, step, defined_by=formula)
         return step
 
@@ -129,7 +140,7 @@ def sde(x, v, sigma, sigma_next, noise_level):
     return x + dt * v + kappa * (x + (1 - sigma) * v), s
 
 
-@register_step("cps", density=squared_distance)
+@register_step("cps", density=squared_distance, most_noise=1)
 def cps(x, v, sigma, sigma_next, noise_level):
     """Coefficients-preserving sampling (arXiv 2509.05952): ``(1-σ')x̂0 + √(σ'²-s²)ε̂``, noise ``s = σ'·sin(aπ/2)``.
 

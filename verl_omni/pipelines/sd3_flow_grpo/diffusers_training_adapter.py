@@ -20,6 +20,10 @@ class StableDiffusion3(DiffusionModelBase):
     pipeline_defaults = {"negative_prompt": "", "max_sequence_length": 256}
 
     @classmethod
+    def pipeline_knobs(cls, model_config: DiffusionModelConfig) -> set[str]:
+        return {"guidance_scale"}
+
+    @classmethod
     def cfg_scale(cls, model_config: DiffusionModelConfig) -> float:
         scale = model_config.pipeline.guidance_scale
         return 7.0 if scale is None else scale

@@ -36,6 +36,11 @@ class Wan(DiffusionModelBase):
     trained_components = ("transformer", "transformer_2")
 
     @classmethod
+    def pipeline_knobs(cls, model_config: DiffusionModelConfig) -> set[str]:
+        two = read_index(model_config.path).get("boundary_ratio") is not None
+        return {"num_frames", "guidance_scale"} | ({"guidance_scale_2"} if two else set())
+
+    @classmethod
     def vae_scale_factor(cls, model_config: DiffusionModelConfig) -> int:
         return read_component_config(model_config.path, "vae")["scale_factor_spatial"]
 

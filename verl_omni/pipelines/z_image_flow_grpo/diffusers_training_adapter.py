@@ -20,6 +20,10 @@ class ZImage(DiffusionModelBase):
     ]  # fmt: skip
 
     @classmethod
+    def pipeline_knobs(cls, model_config: DiffusionModelConfig) -> set[str]:
+        return {"guidance_scale"}
+
+    @classmethod
     def cfg_scale(cls, model_config: DiffusionModelConfig) -> float:
         scale = model_config.pipeline.guidance_scale
         return 1.0 + (5.0 if scale is None else scale)

@@ -12,22 +12,27 @@ from verl_omni.algorithms.registry import (
     fill_nulls,
     get_algorithm,
     get_diffusion_adv_estimator_fn,
+    get_diffusion_loss_fn,
     resolve_algorithm_defaults,
 )
-from verl_omni.pipelines.model_base import DiffusionModelBase
-from verl_omni.pipelines.schedulers.steps import get_step
+from verl_omni.pipelines.model_base import OPTIONAL_PIPELINE_KNOBS, DiffusionModelBase
+from verl_omni.pipelines.schedulers.steps import get_step, step_names
 from verl_omni.pipelines.schedulers.windows import check_window
 from verl_omni.trainer.config.algorithm import DiffusionAlgoConfig
+from verl_omni.trainer.config.keys import check_keys_of
 from verl_omni.trainer.config.schema import DiffusionTrainerConfig
 from verl_omni.trainer.diffusion.preference_checks import check_trainer_fits
 from verl_omni.utils.external_lib import import_external_lib
 from verl_omni.utils.knob import check_effect, check_ranges
 from verl_omni.workers.config import DiffusionPipelineConfig, validation_pipeline
 
+VAL = "actor_rollout_ref.rollout.val_kwargs"
+
 
 def prepare_config(config: DictConfig) -> DictConfig:
     """The resolved configuration, checked."""
     import_external_lib(config.actor_rollout_ref.model.external_lib)
+    check_keys_of(config)
     known = OmegaConf.merge(OmegaConf.structured(DiffusionTrainerConfig), config)
     settings = _fill(OmegaConf.to_object(known))
     check_ranges(settings)
@@ -68,13 +73,16 @@ def _check(settings: DiffusionTrainerConfig) -> None:
             "algorithm.adv_estimator=gdpo adds up several rewards: name them, such as "
             "'algorithm.reward_weights={sharpness: 1, score: 0.5}'"
         )
-    get_step(arr.rollout.algo.sde_type)
+    loss = arr.actor.diffusion_loss
+    get_diffusion_loss_fn(loss.loss_mode).check_extra(loss.extra, "actor_rollout_ref.actor.diffusion_loss.extra")
     adapter = DiffusionModelBase.get_class(arr.model)
     adapter.check(arr.model)
     check_trainer_fits(settings)
+    _check_noise(settings)
     _check_guidance(settings, adapter)
     for where, pipeline in (("", arr.rollout.pipeline), ("val_kwargs.", validation_pipeline(arr.rollout))):
         _check_size(f"actor_rollout_ref.rollout.{where}pipeline", pipeline, adapter, arr.model)
+        _check_reads(f"actor_rollout_ref.rollout.{where}pipeline", pipeline, adapter, arr.model)
     _check_numbers(settings)
 
 
@@ -85,6 +93,37 @@ def _check_guidance(settings: DiffusionTrainerConfig, adapter: type[DiffusionMod
             f'algorithm "{algorithm.name}" trains without classifier-free guidance: set '
             "actor_rollout_ref.rollout.pipeline.true_cfg_scale=1 (or guidance_scale=1)"
         )
+
+
+def _check_noise(settings: DiffusionTrainerConfig) -> None:
+    """Steps are as noisy as their type allows, and a policy gradient has noise to learn from."""
+    rollout = settings.actor_rollout_ref.rollout
+    algo, val = rollout.algo, rollout.val_kwargs
+    step, val_step = get_step(algo.sde_type), get_step(val.sde_type or algo.sde_type)
+    step.noise_levels.check(f"actor_rollout_ref.rollout.algo.noise_level (sde_type={step.name})", algo.noise_level)
+    val_step.noise_levels.check(f"{VAL}.noise_level (sde_type={val_step.name})", val.noise_level)
+    trained = settings.algorithm.trainer_type == "policy_gradient" and not settings.trainer.val_only
+    if trained and not step.adds_noise(algo.noise_level):
+        noisy = [name for name in step_names() if get_step(name).adds_noise(0.5)]
+        raise ValueError(
+            f"actor_rollout_ref.rollout.algo.sde_type={step.name} with noise_level={algo.noise_level} adds no noise: "
+            f"no step has a probability that could be trained. Set a noise_level above 0 and sde_type to one of "
+            f"{', '.join(noisy)}"
+        )
+    if val.noise_level and not val_step.adds_noise(val.noise_level):
+        raise ValueError(
+            f"{VAL}.noise_level={val.noise_level} has no effect with sde_type={val_step.name}: set {VAL}.sde_type too"
+        )
+
+
+def _check_reads(where: str, pipeline: DiffusionPipelineConfig, adapter: type[DiffusionModelBase], model: Any) -> None:
+    """A setting that this architecture does not have is refused: it would be ignored."""
+    read = adapter.pipeline_knobs(model)
+    for name in OPTIONAL_PIPELINE_KNOBS:
+        value, default = getattr(pipeline, name), getattr(DiffusionPipelineConfig, name)
+        if name not in read and value not in (None, default):
+            others = f": it has {', '.join(sorted(read))}" if read else ""
+            raise ValueError(f"{where}.{name}={value} has no effect on {model.architecture}{others}; leave it out")
 
 
 def _check_size(where: str, pipeline: DiffusionPipelineConfig, adapter: type[DiffusionModelBase], model: Any) -> None:

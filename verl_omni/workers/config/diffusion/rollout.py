@@ -78,7 +78,11 @@ class DiffusionValKwargs:
     pipeline: ValPipelineConfig = knob(ValPipelineConfig, "")
     n: int = knob(1, "images a prompt in validation", least=1)
     noise_level: float = knob(0.0, "noise level in validation; 0 is the deterministic sampler", least=0)
-    sde_type: str | None = knob(None, "reverse step in validation; null: as in training")
+    sde_type: str | None = knob(
+        None,
+        "reverse step in validation; null: as in training",
+        needs="actor_rollout_ref.rollout.val_kwargs.noise_level",
+    )
     seed: int = knob(42, "seed of the validation images", least=0, most=MOST_SEED)
 
 
