@@ -140,6 +140,14 @@ def test_a_rollout_that_took_other_steps_is_an_error_before_any_update(settings,
     assert moved(before, weights(engine)) > 0
 
 
+def test_rounding_in_bfloat16_is_no_error():
+    """More than any kernel does: the rollout is in float32, and its image has four tokens."""
+    data = roll_out(make_engine(model_config(tiny_checkpoint(), cfg=True)))
+    engine = make_engine(model_config(tiny_checkpoint(), cfg=True), dtype="bfloat16")
+    metrics = worker_of(engine).update_actor(for_worker(data))
+    assert metrics["actor/rollout_ratio_max_dev"] > 1e-3 and metrics["actor/first_ratio_max_dev"] == 0
+
+
 def test_another_policys_samples_are_not_compared():
     engine = make_engine(model_config(tiny_checkpoint()))
     data = roll_out(engine)

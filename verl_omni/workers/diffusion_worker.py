@@ -28,7 +28,7 @@ from verl_omni.workers.config import (
     DiffusionRolloutConfig,
 )
 from verl_omni.workers.engine.fsdp.diffusers_impl import EngineRegistry, is_maximum
-from verl_omni.workers.first_ratio import ROLLOUT_RATIO, check_first_ratio
+from verl_omni.workers.first_ratio import ROLLOUT_RATIO, ROLLOUT_RATIO_MEAN, check_first_ratio
 from verl_omni.workers.losses import build_loss_function
 from verl_omni.workers.process_group import join_process_group
 from verl_omni.workers.rollout.base import ImageOutput
@@ -188,10 +188,9 @@ class DiffusionWorker(Worker):
                         mini.pop("uncond_velocity", None)  # the weights have moved
                     check = self._check_first_ratio if first else None
                     history.append(self.engine.train_batch(mini, self.loss_function, check)["metrics"])
-        apart = history[0].pop(ROLLOUT_RATIO, None)
+        apart = {f"actor/{k}": history[0].pop(k) for k in (ROLLOUT_RATIO, ROLLOUT_RATIO_MEAN) if k in history[0]}
         metrics = {f"actor/{k}": reduce_history(k, [h[k] for h in history]) for k in history[0]}
-        if apart is not None:
-            metrics[f"actor/{ROLLOUT_RATIO}"] = apart
+        metrics |= apart
         if "ratio_max_dev" in history[0]:  # before the first update rollout and training agree
             metrics["actor/first_ratio_max_dev"] = history[0]["ratio_max_dev"]
         self._count_flops("update_actor")

@@ -99,8 +99,8 @@ class DiffusionActorConfig:
     )
     first_ratio_tolerance: float | None = knob(
         1e-3,
-        "how far a ratio of training to rollout may be from 1 before the first update (100 times that where their "
-        "kernels round differently, as in bfloat16); further is an error; null: not checked",
+        "how far a ratio of training to rollout may be from 1 before the first update (where their kernels round "
+        "differently, as in bfloat16: 100 times that, on average); further is an error; null: not checked",
         least=0,
     )
     reuse_uncond: bool = knob(True, "under CFG, the first optimizer step takes the rollout's own unconditional half")
