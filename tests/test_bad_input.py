@@ -37,6 +37,12 @@ def data(tmp_path_factory) -> Path:
         "long_in_bytes": [row("a cat, " * 20)] * 30 + [row("猫" * 60)],
         "long_negative": [row()] * 7 + [row(negative_prompt="word " * 300)],
         "other_reward": [row()] * 7 + [row(source="jpeg_compresibility")],
+        "extra_text": [row()] * 7 + [row(extra_info="a text")],
+        "agent_number": [row()] * 7 + [row(agent_name=7)],
+        "other_agent": [row()] * 7 + [row(agent_name="diffusion_single_turn")],
+        "no_image": [row()] * 7 + [row(images=["/no/such.png"])],
+        "text_as_image": [row()] * 7 + [row(images=[str(folder / "prompts.txt")])],
+        "images_number": [row()] * 7 + [row(images=3)],
     }
     for name, rows in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -124,6 +130,16 @@ CASES = {
         "known: compute_score",
     ),
     "reward parameter": (["reward.custom_reward_function.path={data}/typo.py"], 'did you mean "image"'),
+    "extra_info": (["data.train_files={data}/extra_text.jsonl"], "line 8: extra_info is 'a text'; expected an object"),
+    "agent's name": (["data.val_files={data}/agent_number.jsonl"], "line 8: agent_name is 7; expected the name of"),
+    "unknown agent": (["data.train_files={data}/other_agent.jsonl"], 'did you mean "diffusion_single_turn_agent"'),
+    "image not there": (["data.train_files={data}/no_image.jsonl"], "line 8: an image of the column `images` cannot"),
+    "no image": (["data.val_files={data}/text_as_image.jsonl"], "line 8: an image of the column `images` cannot be"),
+    "image of no kind": (["data.train_files={data}/images_number.jsonl"], "line 8: images is 3; expected a list of"),
+    "unknown default agent": ([f"{A}rollout.agent.default_agent_loop=single"], 'rollout.agent "single"'),
+    "unknown reward manager": (["reward.reward_manager.name=imgae"], 'did you mean "image"'),
+    "reward manager for text": (["reward.reward_manager.name=naive"], 'unknown reward.reward_manager.name "naive"'),
+    "reward manager's file": (["reward.reward_manager.source=importlib"], "reward_manager.module.path=<file.py>"),
     "module not there": ([f"{A}model.external_lib=no_such_module"], "is its folder on PYTHONPATH?"),
     # what would change nothing
     "devices apart": ([f"{A}hybrid_engine=false"], "generates on the devices that train; leave it true"),

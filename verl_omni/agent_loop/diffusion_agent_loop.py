@@ -17,6 +17,7 @@ from verl.protocol import DataProto
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
 from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.reward_loop.reward_function import RewardError
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.external_lib import import_external_lib
 from verl_omni.utils.open_images import open_images
@@ -161,10 +162,29 @@ class DiffusionAgentLoopWorker:
             non_tensors={k: np.array([kwargs[k]], dtype=object) for k in keys if k in kwargs},
         )
         one.meta_info |= {"burst": kwargs["burst"], "position": kwargs["reward_place"]}
-        result = await self.reward_workers[kwargs["reward_worker"]].compute_score.remote(one)
+        result = await self._answer(self.reward_workers[kwargs["reward_worker"]], one, kwargs.get("prompt", ""))
         output.reward_score = result["reward_score"]
         output.reward_extra_info = result.get("reward_extra_info", {})
         output.score_time = time.perf_counter()
+
+
+    async def _answer(self, worker: ray.actor.ActorHandle, one: DataProto, prompt: str) -> dict[str, Any]:
+        """The worker watches its function's time; a function that stops the whole worker is noticed from here."""
+        limit = self.config.reward.timeout
+        answer = asyncio.ensure_future(wrap(worker.compute_score.remote(one)))
+        while not (await asyncio.wait([answer], timeout=limit))[0]:
+            try:
+                await asyncio.wait_for(wrap(worker.is_awake.remote()), limit)
+            except asyncio.TimeoutError as error:
+                raise RewardError(
+                    f'a reward function blocks its whole process for more than {limit:g} s (prompt: "{prompt}"): mend '
+                    "it, or raise reward.timeout"
+                ) from error
+        return answer.result()
+
+
+async def wrap(reference: ray.ObjectRef) -> Any:
+    return await reference
 
 
 class ScoredBatch:

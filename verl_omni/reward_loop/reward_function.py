@@ -4,7 +4,9 @@ import asyncio
 import inspect
 import math
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +24,18 @@ class RewardError(RunError):
     """A reward function that failed or gave no score. Its text is one line in the user's words."""
 
 
+class _Raised(Exception):
+    """Around what a function raised: SystemExit and its like would end an event loop that they come to."""
+
+
+@contextmanager
+def _caught() -> Iterator[None]:
+    try:
+        yield
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        raise _Raised from error
+
+
 class RewardFunction:
     """`score(samples)` for a list of samples, whatever the function's own shape: one or many, sync or async.
 
@@ -31,6 +45,8 @@ class RewardFunction:
 
     def __init__(self, function: Callable, name: str, kwargs: dict[str, Any] | None = None):
         self.function, self.name, self.kwargs = function, name, dict(kwargs or {})
+        self.timeout = 600.0
+        self._loop: asyncio.AbstractEventLoop | None = None
         parameters = inspect.signature(function).parameters
         self.accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.wanted = [n for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
@@ -93,16 +109,53 @@ class RewardFunction:
     async def _call(self, values: dict[str, Any], services: dict[str, Any], sample: dict[str, Any]) -> Any:
         offered = values | services
         arguments = {n: offered[n] for n in offered if n in self.wanted or self.accepts_any} | self.kwargs
+        prompt = f'(prompt: "{sample.get("prompt", "")}")'
         try:
-            if inspect.iscoroutinefunction(self.function):
-                return await self.function(**arguments)
-            result = await asyncio.get_running_loop().run_in_executor(None, lambda: self.function(**arguments))
-            return await result if inspect.isawaitable(result) else result
-        except Exception as error:
+            return await self._in_time(arguments)
+        except asyncio.TimeoutError as error:
             raise RewardError(
-                f"reward function {self.name} raised {type(error).__name__}: {error} "
-                f'(prompt: "{sample.get("prompt", "")}")'
+                f"reward function {self.name} gave no answer within {self.timeout:g} s {prompt}: mend it, or raise "
+                "reward.timeout"
             ) from error
+        except _Raised as raised:
+            error = raised.__cause__
+            said = f"raised {type(error).__name__}: {error}"
+            if isinstance(error, SystemExit | KeyboardInterrupt):
+                said = f"wanted to end the process ({type(error).__name__})"
+            raise RewardError(f"reward function {self.name} {said} {prompt}") from error
+
+    async def _in_time(self, arguments: dict[str, Any]) -> Any:
+        """The function's answer, `timeout` seconds after it began at the latest; time in a queue does not count.
+
+        It runs in threads of its own: while it blocks one, this process can still tell.
+        """
+        loop = asyncio.get_running_loop()
+        if inspect.iscoroutinefunction(self.function):
+            return await self._awaited(self.function(**arguments))
+        began = asyncio.Event()
+
+        def run() -> Any:
+            loop.call_soon_threadsafe(began.set)
+            with _caught():
+                return self.function(**arguments)
+
+        running = loop.run_in_executor(None, run)
+        await began.wait()
+        result = await asyncio.wait_for(running, self.timeout)
+        return await self._awaited(result) if inspect.isawaitable(result) else result
+
+    async def _awaited(self, answer: Awaitable[Any]) -> Any:
+        """In one event loop for all calls, where a function's connections live, apart from this process's own."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+        async def run() -> Any:
+            with _caught():
+                return await answer
+
+        running = asyncio.run_coroutine_threadsafe(run(), self._loop)
+        return await asyncio.wait_for(asyncio.wrap_future(running), self.timeout)
 
     def _checked(self, result: Any, sample: dict[str, Any]) -> dict[str, Any]:
         answer = dict(result) if isinstance(result, dict) else {"score": result}

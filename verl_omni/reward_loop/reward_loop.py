@@ -40,6 +40,10 @@ class RewardLoopWorker(VerlRewardLoopWorker):
     async def compute_score(self, data: DataProto) -> dict[str, Any]:
         return await self.reward_manager.run_single(data)
 
+    async def is_awake(self) -> bool:
+        """Answered as long as a reward function lets this process do anything else."""
+        return True
+
 
 class RewardLoopManager(VerlRewardLoopManager):
     """Starts the reward workers. `compute_rm_score` scores a whole batch, for rewards that cannot overlap a rollout."""

@@ -16,6 +16,7 @@ def preflight(config: DictConfig) -> DictConfig:
     find_resume(config.trainer.default_local_dir, config.trainer.resume_mode, config.trainer.resume_from_path)
     check_data(config)
     if config.algorithm.sample_source == "online":
+        check_agent_loops(config)
         check_rewards(config)
     return config
 
@@ -40,7 +41,10 @@ def check_data(config: DictConfig) -> None:
     tokenizers = adapter.load_tokenizers(model_config)
     limit = config.actor_rollout_ref.rollout.pipeline.max_sequence_length
     for dataset in (train, val):
-        if dataset is None or "images" in dataset.columns:
+        if dataset is None:
+            continue
+        if "images" in dataset.columns:
+            dataset.check_images()
             continue
         rows = (dataset[i] for i in range(len(dataset)))
         texts = {text for row in rows for text in (row["prompt"], row.get("negative_prompt") or "")}
@@ -49,16 +53,51 @@ def check_data(config: DictConfig) -> None:
                 adapter.tokenize(tokenizers, text, limit)
 
 
-def check_rewards(config: DictConfig) -> None:
-    """The user's reward function loads and takes what it will be given, or every data source has a reward."""
+def check_agent_loops(config: DictConfig) -> None:
+    """The default one, and those that rows ask for, are registered."""
+    from verl_omni.agent_loop.diffusion_agent_loop import AGENT_LOOPS
+    from verl_omni.trainer.main_diffusion import load_datasets
+
+    asked = {config.actor_rollout_ref.rollout.agent.default_agent_loop: "actor_rollout_ref.rollout.agent"}
+    for key, dataset in zip(("data.train_files", "data.val_files"), load_datasets(config), strict=True):
+        if dataset is not None and "agent_name" in dataset.columns:
+            names = {dataset[i].get("agent_name") for i in range(len(dataset))}
+            asked |= {name: key for name in names if name}
+    for name, key in asked.items():
+        if name not in AGENT_LOOPS:
+            raise ValueError(unknown(f"agent loop in {key}", name, AGENT_LOOPS))
+
+
+def check_reward_manager(config: DictConfig) -> None:
+    """It is there, and it is for images: verl's own are for text."""
+    from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
     from verl.trainer.ppo.reward import resolve_reward_manager_cls
 
+    manager = config.reward.reward_manager
+    if manager.source == "register":
+        known = [name for name, cls in REWARD_MANAGER.items() if not cls.__module__.startswith("verl.")]
+        if manager.name not in known:
+            raise ValueError(unknown("reward.reward_manager.name", manager.name, known))
+        return
+    if not manager.module.path:
+        raise ValueError("reward.reward_manager.source=importlib needs reward.reward_manager.module.path=<file.py>")
+    try:
+        resolve_reward_manager_cls(config)
+    except Exception as error:
+        raise ValueError(
+            f'reward.reward_manager.module.path="{manager.module.path}" gives no class "{manager.name}" '
+            f"(reward.reward_manager.name): {type(error).__name__}: {error}"
+        ) from error
+
+
+def check_rewards(config: DictConfig) -> None:
+    """The user's reward function loads and takes what it will be given, or every data source has a reward."""
     import verl_omni.reward_loop.reward_manager  # noqa: F401  (registers "image")
     from verl_omni.reward_loop.reward_loop import load_custom_reward_function
     from verl_omni.trainer.main_diffusion import load_datasets
     from verl_omni.utils.reward_score import check_settings, get_reward_fn
 
-    resolve_reward_manager_cls(config)
+    check_reward_manager(config)
     scorers = config.reward.scorers
     for name in scorers:
         check_settings(name, scorers[name])

@@ -18,7 +18,14 @@ def open_images(column: Iterable[Any] | None) -> list["Image"] | None:
     return [_open(item) for item in column]
 
 
-def _open(item: Any) -> "Image":
+def check_images(column: Iterable[Any] | None) -> None:
+    """Raise one line where `open_images` would fail. Looks at the beginning of each image only."""
+    if column is not None:
+        for item in [column] if isinstance(column, str | bytes | dict) else column:
+            _open(item, convert=False)
+
+
+def _open(item: Any, convert: bool = True) -> "Image":
     from PIL import Image, UnidentifiedImageError
 
     if isinstance(item, Image.Image):
@@ -31,6 +38,6 @@ def _open(item: Any) -> "Image":
         )
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else os.path.expanduser(source)) as image:
-            return image.convert("RGB")
-    except (FileNotFoundError, UnidentifiedImageError) as error:
+            return image.convert("RGB") if convert else image
+    except (OSError, UnidentifiedImageError) as error:
         raise ValueError(f"an image of the column `images` cannot be opened: {error}") from error

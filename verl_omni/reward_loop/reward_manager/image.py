@@ -66,10 +66,10 @@ class ImageRewardManager(RewardManagerBase):
         name = "own" if self.compute_score is not None else data_source
         if name not in self._functions:
             function = as_reward_function(self.compute_score, data_source, self.scorers.get(data_source))
+            function.timeout = float(self.config.reward.get("timeout", function.timeout))
             loop = asyncio.get_running_loop()
 
             def work(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-                """In the worker's own event loop, where a function's connections live."""
                 return asyncio.run_coroutine_threadsafe(function.score(samples, self.services), loop).result()
 
             batcher = Batcher(work, self.batch_size, 0.01)

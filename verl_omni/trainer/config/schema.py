@@ -87,6 +87,7 @@ class RewardModelConfig:
 class RewardConfig:
     num_workers: int = knob(1, "processes that compute rewards", least=1)
     batch_size: int = knob(8, "images in one call of a function that takes `images`", least=1)
+    timeout: float = knob(600.0, "seconds that one call of a reward may take; after that the run ends", above=0)
     scorers: dict[str, dict[str, Any]] = knob(
         {}, "settings of the rewards that data_source names, such as reward.scorers.ocr.num_threads=2"
     )

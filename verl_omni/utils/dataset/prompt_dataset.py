@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import torch
 from torch.utils.data import Dataset
 
+from verl_omni.utils.open_images import check_images
 from verl_omni.utils.suggest import nearest
 
 FIELDS = ("data_source", "reward_model", "negative_prompt", "images", "agent_name", "extra_info")
@@ -42,15 +43,21 @@ class PromptDataset(Dataset):
         files = [_read(path, key) for path in _paths(data_files, key)]
         for file in files:
             file.require(required)
-            for where, row in file.scan((*required, "negative_prompt")):
+            for where, row in file.scan((*required, "negative_prompt", "extra_info", "agent_name")):
                 _check(row, self.prompt_key, where)
 
         self.columns = list(dict.fromkeys(column for file in files for column in file.columns))
-        self._rows = torch.utils.data.ConcatDataset(files)
+        self._files, self._rows = files, torch.utils.data.ConcatDataset(files)
         total = len(self._rows)
         if max_samples is not None and max_samples != -1 and max_samples < 1:
             raise ValueError(f"the number of prompts to keep of {key} is {max_samples}: give 1 or more, or -1 for all")
         self._length = total if max_samples in (None, -1) else min(max_samples, total)
+
+    def check_images(self) -> None:
+        """Every image of the column `images` is there and is one, or one line names the row."""
+        for file in self._files:
+            for where, row in file.scan(("images",), at_once=16) if "images" in file.columns else ():
+                _check_images(row["images"], where)
 
     def __len__(self) -> int:
         return self._length
@@ -107,6 +114,19 @@ def _check(row: dict, prompt_key: str, where: str) -> None:
             f'{where}: reward_model has no ground_truth; expected {{"style": "rule", "ground_truth": "the answer"}}, '
             'with "" where the reward needs none'
         )
+    if not isinstance(row["extra_info"], dict | None):
+        raise ValueError(f'{where}: extra_info is {row["extra_info"]!r:.60}; expected an object, as in {{"index": 3}}')
+    if not isinstance(row["agent_name"], str | None):
+        raise ValueError(f"{where}: agent_name is {row['agent_name']!r:.60}; expected the name of an agent loop")
+
+
+def _check_images(column: Any, where: str) -> None:
+    if not isinstance(column, str | bytes | dict | list | None):
+        raise ValueError(f"{where}: images is {column!r:.60}; expected a list of paths or of encoded images")
+    try:
+        check_images(column)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 class _File:
@@ -139,9 +159,9 @@ class _Parquet(_File):
     def __getitem__(self, index: int) -> dict:
         return self.table.slice(index, 1).to_pylist()[0]
 
-    def scan(self, names: Iterable[str]) -> Iterator[tuple[str, dict]]:
+    def scan(self, names: Iterable[str], at_once: int = 1024) -> Iterator[tuple[str, dict]]:
         part = self.table.select([name for name in names if name in self.columns])
-        rows = (row for batch in part.to_batches(max_chunksize=1024) for row in batch.to_pylist())
+        rows = (row for batch in part.to_batches(max_chunksize=at_once) for row in batch.to_pylist())
         for number, row in enumerate(rows, start=1):
             yield f"{self.path}, row {number}", {name: row.get(name) for name in names}
 
@@ -171,7 +191,7 @@ class _JsonLines(_File):
     def __getitem__(self, index: int) -> dict:
         return dict(self.rows[index][1])
 
-    def scan(self, names: Iterable[str]) -> Iterator[tuple[str, dict]]:
+    def scan(self, names: Iterable[str], at_once: int = 1024) -> Iterator[tuple[str, dict]]:
         for number, row in self.rows:
             yield f"{self.path}, line {number}", {name: row.get(name) for name in names}
 
