@@ -12,7 +12,7 @@ def numbers() -> list[BadInput]:
         f"{A}actor.diffusion_loss.adv_clip_max=-2", f"{A}actor.kl_loss_coef=-0.04", f"{A}actor.ema_decay=1.0",
         f"{A}actor.ppo_epochs=0", f"{A}actor.ppo_micro_batch_size_per_gpu=0", f"{A}actor.ppo_mini_batch_size=-1",
         f"{A}actor.optim.clip_grad=-1", f"{A}actor.optim.lr=-0.001", f"{A}actor.optim.lr=nan",
-        f"{A}actor.optim.lr=inf", f"{A}actor.optim.betas=[0.9,1.5]", f"{A}actor.optim.eps=-1",
+        f"{A}actor.optim.lr=inf", f"{A}actor.optim.eps=-1",
         f"{A}actor.optim.weight_decay=-1", f"{A}actor.optim.lr_warmup_steps=-1", f"{A}actor.fsdp_config.fsdp_size=3",
         f"{A}actor.fsdp_config.fsdp_size=0", f"{A}actor.fsdp_config.seed=-1", f"{A}model.lora_rank=-4",
         f"{A}rollout.n=0", f"{A}rollout.n=1", f"{A}rollout.seed=-1", f"{A}rollout.max_num_seqs=0",
@@ -37,6 +37,7 @@ def numbers() -> list[BadInput]:
         ("lora_alpha=0", (f"{A}model.lora_alpha=0", f"{A}model.lora_rank=4")),
         ("sde_type=cps with noise_level=2", (f"{A}rollout.algo.noise_level=2", f"{A}rollout.algo.sde_type=cps")),
         ("total_epochs=-1", ("trainer.total_epochs=-1", "trainer.total_training_steps=null")),
+        ("a second beta of 1.5", (f"{A}actor.optim.betas=[0.9,1.5]",)),
         ("betas with one number", (f"{A}actor.optim.betas=[0.9]",)),
         ("sde_window_range backwards", (f"{A}rollout.algo.sde_window_range=[3,1]",)),
         ("DiffusionNFT, beta=0", (f"{A}actor.diffusion_loss.extra.beta=0", f"{A}model.algorithm=diffusion_nft")),
@@ -44,7 +45,10 @@ def numbers() -> list[BadInput]:
          (f"{A}actor.diffusion_loss.adv_clip_max=0", f"{A}model.algorithm=diffusion_nft")),
         ("DiffusionNFT with guidance", (f"{A}rollout.pipeline.true_cfg_scale=4", f"{A}model.algorithm=diffusion_nft")),
     ]  # fmt: skip
-    cases += [BadInput("Numbers", name, arguments) for name, arguments in several]
+    cases += [
+        BadInput("Numbers", name, arguments, (arguments[0].partition("=")[0].split(".")[-1],))
+        for name, arguments in several
+    ]
     cases += [
         BadInput("Numbers", "3 prompts in steps of 2", ("data.train_batch_size=3", f"{A}actor.ppo_mini_batch_size=2"),
                  ("train_batch_size=3", "ppo_mini_batch_size=2")),

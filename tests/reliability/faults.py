@@ -32,7 +32,8 @@ COMMON = [setting.replace("killer", "moments") for setting in LEARNING] + ["trai
 
 @dataclass(frozen=True)
 class Fault:
-    """`order` is for moments.py. Or `outside` acts on the running command. Or `given` prepares a run's folder.
+    """`order` is for moments.py. Or `outside` acts on the running command (and may return another command that is to be
+    judged in its place). Or `given` prepares a run's folder.
 
     `says` are words of the line, None where nobody can say any (kill -9 of the command) or none is due. `ends` is how
     the command ends: "fails" or "succeeds". `again` are settings for going on where the same command does not.
@@ -41,7 +42,7 @@ class Fault:
     theme: str
     name: str
     order: dict[str, Any] | None = None
-    outside: Callable[[Run, Path], None] | None = None
+    outside: Callable[[Run, Path], "Run | None"] | None = None
     given: Callable[[Path], None] | None = None
     arguments: tuple[str, ...] = ()
     env: dict[str, str | None] = field(default_factory=dict)
@@ -79,17 +80,20 @@ def _attempt(case: Fault, folder: Path) -> dict[str, Any]:
     start = time.time()
     run = Run(command(*case.arguments), folder, **case.environment(folder))
     (folder / "driver").write_text(str(run.process.pid))
-    if case.outside:
-        case.outside(run, folder)
-    code = end_of(run)
+    other = case.outside(run, folder) if case.outside else None
+    code, why = end_of(run), []
     ended = time.time()
     left = left_behind(folder)
-    text, why = run.output(), []
+    text = run.output()
     happened = json.loads((folder / "happened").read_text()) if (folder / "happened").exists() else {}
     if (case.order or case.outside) and not happened:
         why.append("the moment never came")
     seconds = ended - happened.get("time", start)
     after = lines(text.encode()[happened.get("log", 0) :].decode(errors="replace"))
+    if other is not None:
+        after, seconds = lines(other.output()), other.seconds
+        if other.process.returncode in (0, None):
+            why.append("the second is accepted")
     line = after[-1] if after else ""
     if case.says is None:
         line = ""
@@ -107,14 +111,17 @@ def _attempt(case: Fault, folder: Path) -> dict[str, Any]:
         why.append(f"takes more than {case.limit:.0f} s")
     if left:
         why.append(f"leaves {len(left)} processes behind: {left[0]}")
-    result = {"seconds": seconds, "code": code, "line": line, "lines": len(after), "why": why}
+    shown = code if other is None else other.process.returncode
+    result = {"seconds": seconds, "code": shown, "line": line, "lines": len(after), "why": why}
     return result | going_on(case, folder, why)
 
 
 def going_on(case: Fault, folder: Path, why: list[str]) -> dict[str, Any]:
     """Type the command again: do metrics and weights come out as if nothing had happened?"""
     run_dir = folder / "run"
-    begun = last_step(run_dir) + 1
+    order = case.order or {}
+    saving = order.get("at") == "save" or order.get("do") == "fill"  # then the save of the last step was in flight
+    begun = last_step(run_dir) + (not saving)
     (folder / "log.txt").rename(folder / "first.txt")
     for name in ("order.json", "happened"):
         (folder / name).unlink(missing_ok=True)

@@ -50,7 +50,11 @@ def attempt(case: Any, folder: Path) -> dict[str, Any]:
     import inputs
 
     result = {"kind": case.kind, "theme": case.theme, "name": case.name}
-    result |= (inputs if case.kind == "input" else faults).attempt(case, folder)
+    try:
+        result |= (inputs if case.kind == "input" else faults).attempt(case, folder)
+    except Exception as error:  # of the trial, not of the command: the other cases go on
+        why = [f"the trial itself failed: {error!r}"]
+        result |= {"seconds": 0.0, "code": None, "line": "", "lines": 0, "why": why, "same": False}
     return result | {"passed": "skipped" in result or not result["why"]}
 
 

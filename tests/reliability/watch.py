@@ -11,7 +11,7 @@ from e2e_runs import Run
 
 LONGEST_LINE = 400  # what a person reads at once
 PATIENCE = 300  # seconds after which a run hangs
-GOODBYE = 15  # seconds that Ray's processes have for ending after the command has ended
+GOODBYE = 30  # seconds that Ray's processes have for ending after the command has ended
 
 # What other people's programs say when they fail: none of it is for the user of a training command.
 FOREIGN = re.compile(r"Traceback \(most recent|^\s*File \"|^\s*@ +0x|\*\*\* SIG|\[\w+ E \d|^\(\w+ pid=|^\(raylet")
