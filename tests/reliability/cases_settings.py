@@ -158,7 +158,7 @@ def command_line() -> list[BadInput]:
                  files={"mine.yaml": "defaults: [diffusion_trainer, _self_]\ntrainer:\n\tsave_freq: 1\n"}),
         BadInput(theme, "a recipe that is a list", recipe, ("mine",), files={"mine.yaml": "- a\n- b\n"}),
         BadInput(theme, "an empty recipe", recipe, ("mine",), files={"mine.yaml": ""}),
-        BadInput(theme, "a recipe in Latin-1", recipe, ("mine.yaml",),
+        BadInput(theme, "a recipe in Latin-1", recipe, ("mine",),
                  files={"mine.yaml": "recipe: caf\xe9\n".encode("latin-1")}),
         BadInput(theme, "a misspelt key in a recipe", recipe, ("sav_freq",),
                  files={"mine.yaml": "defaults: [diffusion_trainer, _self_]\ntrainer: {sav_freq: 1}\n"}),
