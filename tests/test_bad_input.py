@@ -254,6 +254,40 @@ def test_the_version_is_this_projects(flag, monkeypatch, capsys):
     assert capsys.readouterr().out == f"verl-omni {importlib.metadata.version('verl-omni')}\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train.parquet"], 'cannot read the argument "train.parquet"'),
+        ([f"{A}rollout.n=many"], "rollout.n=many: Value 'many' of type 'str' could not be converted to Integer"),
+        ([f"{A}rollout.n=[4,8]"], "rollout.n=[4,8]: Value"),
+        ([f"{A}rollout.n="], "rollout.n=: Value '' of type 'str' could not be converted to Integer"),
+        (["data.train_batch_size=null"], "data.train_batch_size=null: "),
+        ([f"{A}rollout.n=2,4"], "Ambiguous value for argument 'actor_rollout_ref.rollout.n=2,4'"),
+        (["data.train_files=[a.parquet"], 'cannot read the argument "data.train_files=[a.parquet"'),
+        (["--config-name", "nope"], "Cannot find primary config 'nope'"),
+        (["--config-dir", "/no/dir", "--config-name", "mine"], "'/no/dir' not found"),
+        (["--config-dir", "{here}", "--config-name", "open"], "open.yaml"),
+        (["--config-dir", "{here}", "--config-name", "latin"], "is no text in UTF-8"),
+        (["--config-dir", "{here}", "--config-name", "list"], "primary config 'list' must be a DictConfig"),
+        (["--config-dir", "{here}", "--config-name", "empty"], "defaults: [diffusion_trainer, _self_]"),
+        (["--config-dir", "{here}", "--config-name", "typed"], "Value 'often' of type 'str' could not be converted"),
+    ],
+)
+def test_hydras_own_complaints_are_one_line(arguments, said, tmp_path, monkeypatch):
+    base = "defaults: [diffusion_trainer, _self_]\n"
+    (tmp_path / "open.yaml").write_text("a: [1,\nb: {")
+    (tmp_path / "latin.yaml").write_bytes("recipe: caf\xe9\n".encode("latin-1"))
+    (tmp_path / "list.yaml").write_text("- a\n")
+    (tmp_path / "empty.yaml").write_text("")
+    (tmp_path / "typed.yaml").write_text(base + "trainer: {save_freq: often}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["verl-omni", *(a.replace("{here}", str(tmp_path)) for a in arguments)])
+    with pytest.raises(SystemExit) as left:
+        main_diffusion.main()
+    line = str(left.value)
+    assert line.startswith("error: ") and said in line and "\n" not in line and len(line) < 400
+
+
 def test_a_value_of_the_wrong_type_is_named(data, tmp_path):
     done = command(*settings(data, f"{A}rollout.n=many"), cwd=tmp_path)
     assert done.returncode != 0 and "actor_rollout_ref.rollout.n" in done.stderr and "many" in done.stderr

@@ -64,7 +64,7 @@ def names() -> list[BadInput]:
         (f"{A}model.algorithm=flow_gpro", "flow_grpo"), (f"{A}actor.diffusion_loss.loss_mode=flow_gpro", "flow_grpo"),
         ("algorithm.adv_estimator=gdop", "gdpo"), (f"{A}rollout.algo.sde_type=dance_sd", "dance_sde"),
         (f"{A}rollout.algo.sde_window_schedule=progresive", "progressive"), (f"{A}rollout.name=difusers", "diffusers"),
-        (f"{A}actor.strategy=fsdp", "fsdp2"), (f"{A}actor.fsdp_config.strategy=nonsense", "fsdp2"),
+        (f"{A}actor.strategy=fsdp", "fsdp2"),
         (f"{A}actor.optim.optimizer=AdmW", "AdamW"), (f"{A}actor.optim.lr_scheduler_type=cosin", "cosine"),
         (f"{A}actor.fsdp_config.dtype=bfloat", "bfloat16"), (f"{A}actor.old_log_probs=bogus", "rollout"),
         (f"{A}actor.checkpoint.save_contents=[modle]", "model"), (f"{A}model.load_format=bogus", "dummy"),
@@ -82,6 +82,7 @@ def names() -> list[BadInput]:
         cases.append(BadInput("Names", setting.removeprefix(A), (setting,), (value, meant)))
     lora = f"{A}model.lora_rank=4"
     cases += [
+        BadInput("Names", "a knob that is gone", (f"{A}actor.fsdp_config.strategy=fsdp2",), ("fsdp_config.strategy",)),
         BadInput("Names", "a step that trains nothing: sde_type=ode", (f"{A}rollout.algo.sde_type=ode",)),
         BadInput("Names", "an optimizer that needs a closure", (f"{A}actor.optim.optimizer=LBFGS",)),
         BadInput("Names", "an optimizer for sparse gradients", (f"{A}actor.optim.optimizer=SparseAdam",)),

@@ -6,7 +6,7 @@
 `--version` tells the version.
 """
 
-import os
+import dataclasses
 import sys
 from typing import Any
 
@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import verl_omni
+from verl_omni.trainer import hydra_errors
 from verl_omni.trainer.config import schema
 from verl_omni.trainer.config.keys import check_keys, is_open
 
@@ -122,6 +123,7 @@ def run_diffusion(config: DictConfig, task_runner_class: Any = None) -> None:
     from verl_omni.trainer.preflight import preflight
     from verl_omni.trainer.resources import choose_device, start_ray
 
+    check_groups(config)
     with config_writable(config):
         config.trainer.device = choose_device(config.trainer.device)
     config = preflight(config)
@@ -142,6 +144,15 @@ def run_diffusion(config: DictConfig, task_runner_class: Any = None) -> None:
             ray.shutdown()
 
 
+def check_groups(config: DictConfig) -> None:
+    """A recipe that does not start from our own configuration has only what it says itself."""
+    lacking = [field.name for field in dataclasses.fields(schema.DiffusionTrainerConfig) if field.name not in config]
+    if lacking:
+        raise ValueError(
+            f"the recipe lacks {', '.join(lacking)}: let it begin with the line `defaults: [diffusion_trainer, _self_]`"
+        )
+
+
 def config_writable(config: DictConfig) -> Any:
     from omegaconf import open_dict
 
@@ -154,7 +165,7 @@ def _hydra_main(config: DictConfig) -> None:
         run_diffusion(config)
     except Exception as error:
         line = users_mistake(error)
-        if line is None or os.environ.get("HYDRA_FULL_ERROR"):
+        if line is None or hydra_errors.TRACEBACKS:
             raise
         sys.exit(f"error: {line}")
 
@@ -188,7 +199,8 @@ def main() -> None:
         print(f"verl-omni {verl_omni.__version__}: checking the settings, the data and the reward", file=sys.stderr)
     check_override_names(sys.argv[1:])
     sys.argv[1:] = [with_plus(argument) for argument in sys.argv[1:]]
-    _hydra_main()
+    with hydra_errors.in_one_line(sys.argv[1:]):
+        _hydra_main()
 
 
 def print_help() -> None:
