@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,8 @@ def data(tmp_path_factory) -> Path:
         "long": [row("a cat")] * 7 + [row("word " * 300)],
         "long_in_bytes": [row("a cat, " * 20)] * 30 + [row("猫" * 60)],
         "long_negative": [row()] * 7 + [row(negative_prompt="word " * 300)],
+        "half": [row(), row("a \ud83d cat")],
+        "half_truth": [row(reward_model={"ground_truth": "\ud83d"})],
         "other_reward": [row()] * 7 + [row(source="jpeg_compresibility")],
         "extra_text": [row()] * 7 + [row(extra_info="a text")],
         "agent_number": [row()] * 7 + [row(agent_name=7)],
@@ -52,6 +55,8 @@ def data(tmp_path_factory) -> Path:
     (folder / "nan.py").write_text("def compute_score(image):\n    return float('nan')\n")
     (folder / "typo.py").write_text("def compute_score(imgae):\n    return 1.0\n")
     (folder / "no_model").mkdir()
+    shutil.copytree(tiny_checkpoint(), folder / "wordless")
+    (folder / "wordless/tokenizer/tokenizer.json").write_text("{}")
     (folder / "stranger").mkdir()
     (folder / "stranger/model_index.json").write_text('{"_class_name": "QwenImagesPipeline"}')
     (folder / "run/global_step_3").mkdir(parents=True)
@@ -83,6 +88,7 @@ CASES = {
     "no model": (["actor_rollout_ref.model.path=null"], "actor_rollout_ref.model.path is not set"),
     "model not there": (["actor_rollout_ref.model.path=/no/such/folder"], 'path="/no/such/folder" is no folder'),
     "folder is no model": (["actor_rollout_ref.model.path={data}/no_model"], "holds no model_index.json"),
+    "broken tokenizer": (["actor_rollout_ref.model.path={data}/wordless"], "/wordless cannot be loaded: "),
     "unknown architecture": (["actor_rollout_ref.model.path={data}/stranger"], 'did you mean "QwenImagePipeline"'),
     "no prompts": (["data.train_files=null"], "data.train_files is not set"),
     "file not there": (["data.train_files=/no/such.parquet"], "no such file: /no/such.parquet. Set data.train_files="),
@@ -96,6 +102,17 @@ CASES = {
     "no ground truth": (["data.train_files={data}/without_truth.jsonl"], "reward_model has no ground_truth"),
     "few prompts": (["data.train_batch_size=12", f"{A}actor.ppo_mini_batch_size=4"], "more than the 8 prompts"),
     "long prompt": (["data.train_files={data}/long.jsonl"], "more than max_sequence_length=128: shorten it or raise"),
+    "long prompt of validation": (
+        [
+            "data.val_files={data}/long.jsonl",
+            f"{A}rollout.pipeline.max_sequence_length=2048",
+            f"{A}rollout.val_kwargs.pipeline.max_sequence_length=128",
+        ],
+        "more than max_sequence_length=128: shorten it or raise max_sequence_length of actor_rollout_ref.rollout.pipel",
+    ),
+    "long negative prompt of all": ([f"{A}rollout.pipeline.negative_prompt={'word ' * 300}"], "a prompt has"),
+    "half a letter": (["data.train_files={data}/half.jsonl"], r"half.jsonl, line 2: prompt: letter 3 is \ud83d"),
+    "half a letter of the truth": (["data.val_files={data}/half_truth.jsonl"], r"ground_truth: letter 1 is \ud83d"),
     "few letters, many tokens": (["data.val_files={data}/long_in_bytes.jsonl"], "more than max_sequence_length=128"),
     "long negative prompt": (["data.train_files={data}/long_negative.jsonl"], "more than max_sequence_length=128"),
     # names
@@ -185,6 +202,12 @@ def test_one_clear_line_before_any_worker_starts(name, data, monkeypatch):
     assert line is not None, f"a traceback for a user's mistake: {caught.value!r}"
     assert said in line and "\n" not in line
     assert not (data / "fresh").exists()
+
+
+def test_validation_prompts_have_validations_limit(data):
+    """They may be longer than those of training, where validation takes more tokens."""
+    long = ("data.val_files={data}/long.jsonl", f"{A}rollout.val_kwargs.pipeline.max_sequence_length=2048")
+    assert preflight(config(data, *long)) is not None
 
 
 def test_the_good_configuration_of_these_tests_is_good(data):

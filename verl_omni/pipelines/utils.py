@@ -1,7 +1,6 @@
 """Small helpers that several model adapters share."""
 
 import functools
-import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from verl_omni.utils.json_files import read_object
 from verl_omni.utils.suggest import unknown
 
 
@@ -27,15 +27,13 @@ def pipeline_class(architecture: str) -> type:
 @functools.lru_cache(maxsize=64)
 def read_component_config(path: str, component: str) -> dict[str, Any]:
     """config.json of one component of a diffusers folder."""
-    with open(os.path.join(os.path.expanduser(path), component, "config.json")) as f:
-        return json.load(f)
+    return read_object(os.path.join(path, component, "config.json"))
 
 
 @functools.lru_cache(maxsize=64)
 def read_index(path: str) -> dict[str, Any]:
     """model_index.json of a diffusers folder."""
-    with open(os.path.join(os.path.expanduser(path), "model_index.json")) as f:
-        return json.load(f)
+    return read_object(os.path.join(path, "model_index.json"))
 
 
 def takes_guidance(model_config: Any) -> bool:
@@ -74,10 +72,8 @@ def random_pipeline(model_config: Any, dtype: torch.dtype, given: dict[str, Any]
     import transformers
 
     path = os.path.expanduser(model_config.path)
-    with open(os.path.join(path, "model_index.json")) as f:
-        index = json.load(f)
     parts = dict(given)
-    for name, value in index.items():
+    for name, value in read_index(path).items():
         if name.startswith("_") or name in parts or not isinstance(value, list):
             continue
         library, class_name = value
@@ -130,7 +126,8 @@ def check_length(prompt: str, tokens: int, max_sequence_length: int) -> None:
     if tokens > max_sequence_length:
         raise ValueError(
             f"a prompt has {tokens} tokens, more than max_sequence_length={max_sequence_length}: shorten it or raise "
-            f'actor_rollout_ref.rollout.pipeline.max_sequence_length. The prompt: "{prompt[:80]}..."'
+            "max_sequence_length of actor_rollout_ref.rollout.pipeline (in validation of rollout.val_kwargs.pipeline). "
+            f'The prompt: "{prompt[:80]}..."'
         )
 
 

@@ -5,6 +5,7 @@ from omegaconf import DictConfig
 from verl_omni.trainer.diffusion.checkpointing import find_resume
 from verl_omni.trainer.diffusion.preparation import prepare_config
 from verl_omni.utils.suggest import unknown
+from verl_omni.workers.config import validation_pipeline
 
 # Tokens that a model's template adds to a prompt, at most.
 TEMPLATE_ROOM = 64
@@ -38,9 +39,15 @@ def check_data(config: DictConfig) -> None:
         return  # prompts are encoded already
     model_config = OmegaConf.to_object(config.actor_rollout_ref.model)
     adapter = DiffusionModelBase.get_class(model_config)
-    tokenizers = adapter.load_tokenizers(model_config)
-    limit = config.actor_rollout_ref.rollout.pipeline.max_sequence_length
-    for dataset in (train, val):
+    try:
+        tokenizers = adapter.load_tokenizers(model_config)
+    except Exception as error:  # whatever a tokenizer's own code raises
+        folder = model_config.tokenizer_path or model_config.path
+        raise ValueError(
+            f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        ) from error
+    rollout = OmegaConf.to_object(config.actor_rollout_ref.rollout)
+    for dataset, pipeline in ((train, rollout.pipeline), (val, validation_pipeline(rollout))):
         if dataset is None:
             continue
         if "images" in dataset.columns:
@@ -48,7 +55,8 @@ def check_data(config: DictConfig) -> None:
             continue
         rows = (dataset[i] for i in range(len(dataset)))
         texts = {text for row in rows for text in (row["prompt"], row.get("negative_prompt") or "")}
-        for text in texts:
+        limit = pipeline.max_sequence_length
+        for text in texts | {pipeline.negative_prompt}:
             if len(text.encode()) + TEMPLATE_ROOM > limit:  # a token is a byte or more: the rest is short enough
                 adapter.tokenize(tokenizers, text, limit)
 

@@ -16,6 +16,7 @@ from verl_omni.algorithms.registry import (
     resolve_algorithm_defaults,
 )
 from verl_omni.pipelines.model_base import OPTIONAL_PIPELINE_KNOBS, DiffusionModelBase
+from verl_omni.pipelines.model_folder import check_model_folder
 from verl_omni.pipelines.schedulers.steps import get_step, step_names
 from verl_omni.pipelines.schedulers.windows import check_window
 from verl_omni.trainer.config.algorithm import DiffusionAlgoConfig
@@ -46,6 +47,7 @@ def _fill(settings: DiffusionTrainerConfig) -> DiffusionTrainerConfig:
     arr = settings.actor_rollout_ref
     if arr.model.path is None:
         raise ValueError("actor_rollout_ref.model.path is not set: give the diffusers folder of the model to train")
+    check_model_folder(arr.model)
     algorithm = get_algorithm(arr.model.algorithm)
     algo, loss = resolve_algorithm_defaults(arr.model.algorithm, arr.rollout.algo, arr.actor.diffusion_loss)
     arr.rollout.algo = arr.model.algo = algo

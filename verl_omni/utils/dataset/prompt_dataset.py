@@ -82,7 +82,7 @@ class PromptDataset(Dataset):
 def user_text(prompt: str | list[dict]) -> str:
     """The text of a plain prompt, or of the one user turn of a list of messages."""
     if isinstance(prompt, str):
-        return prompt
+        return _valid(prompt)
     if not isinstance(prompt, list) or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt):
         shown = json.dumps(prompt, ensure_ascii=False, default=str)
         raise ValueError(f"a prompt is a text or a list of messages {MESSAGES}, not {shown[:80]}")
@@ -93,7 +93,17 @@ def user_text(prompt: str | list[dict]) -> str:
     parts = [{"text": turns[0]}] if isinstance(turns[0], str) else turns[0]
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         raise ValueError(f"the content of a message is a text or a list of parts, not {turns[0]!r}")
-    return "".join(part.get("text") or "" for part in parts)
+    return _valid("".join(part.get("text") or "" for part in parts))
+
+
+def _valid(text: str) -> str:
+    """The text itself. JSON can write half a surrogate pair, which is no letter: no tokenizer or file takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half, where = text[error.start].encode("unicode_escape").decode(), f"letter {error.start + 1}"
+        raise ValueError(f"{where} is {half}, half of a surrogate pair and no valid text") from None
+    return text
 
 
 def _check(row: dict, prompt_key: str, where: str) -> None:
@@ -118,6 +128,12 @@ def _check(row: dict, prompt_key: str, where: str) -> None:
         raise ValueError(f'{where}: extra_info is {row["extra_info"]!r:.60}; expected an object, as in {{"index": 3}}')
     if not isinstance(row["agent_name"], str | None):
         raise ValueError(f"{where}: agent_name is {row['agent_name']!r:.60}; expected the name of an agent loop")
+    for name, value in (("data_source", row["data_source"]), ("ground_truth", reward["ground_truth"])):
+        if isinstance(value, str):
+            try:
+                _valid(value)
+            except ValueError as error:
+                raise ValueError(f"{where}: {name}: {error}") from None
 
 
 def _check_images(column: Any, where: str) -> None:

@@ -1,10 +1,10 @@
 """Knobs of the model: where it lies, what of it is trained, and which algorithm trains it."""
 
-import json
 import os
 from dataclasses import dataclass
 from typing import Any
 
+from verl_omni.utils.json_files import read_object
 from verl_omni.utils.knob import knob
 from verl_omni.workers.config.diffusion.rollout import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig
 
@@ -52,5 +52,9 @@ def read_architecture(path: str) -> str:
             f'actor_rollout_ref.model.path="{path}" holds no model_index.json: expected a folder written by '
             "diffusers' `pipe.save_pretrained(folder)`"
         )
-    with open(index) as f:
-        return json.load(f)["_class_name"]
+    name = read_object(index).get("_class_name")
+    if not isinstance(name, str):
+        raise ValueError(
+            f"{index} names no pipeline (_class_name): expected what diffusers' `pipe.save_pretrained(folder)` writes"
+        )
+    return name

@@ -1,0 +1,119 @@
+"""Is a folder a whole model in diffusers' layout? Looked at before any worker starts, without loading a weight."""
+
+import inspect
+import json
+import typing
+from pathlib import Path
+from typing import Any
+
+from verl_omni.pipelines.utils import read_index
+from verl_omni.utils.json_files import read_object
+from verl_omni.utils.suggest import nearest
+from verl_omni.workers.config import DiffusionModelConfig
+
+LAYOUT = "expected what diffusers' `pipe.save_pretrained(folder)` writes"
+# What every model needs. Others, such as a third text encoder, a folder may leave out by [null, null].
+ALWAYS = ("transformer", "vae", "scheduler", "text_encoder", "tokenizer")
+VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model", "tekken.json")
+WEIGHTS = (".safetensors", ".bin")
+
+
+def check_model_folder(model: DiffusionModelConfig) -> None:
+    """One line that names the file, where something is missing or is not what model_index.json says."""
+    import diffusers
+    import transformers
+
+    root = Path(model.path).expanduser()
+    file, index = root / "model_index.json", read_index(model.path)
+    libraries = {"diffusers": diffusers, "transformers": transformers}
+    for name, kinds in _components(getattr(diffusers, model.architecture, None)).items():
+        if name not in index:
+            raise ValueError(f'{file} has no component "{name}", which a {model.architecture} needs: {LAYOUT}')
+        entry = index[name]
+        if not isinstance(entry, list) or len(entry) != 2 or not all(isinstance(e, str | None) for e in entry):
+            raise ValueError(f'{file} has "{name}": {json.dumps(entry)}: expected ["library", "class"]; {LAYOUT}')
+        library, class_name = entry
+        if class_name is None:
+            if name in ALWAYS:
+                raise ValueError(f'{file} names no class for "{name}": {LAYOUT}')
+            continue
+        if library not in libraries:
+            continue  # a pipeline's own module
+        known = dir(libraries[library])
+        if class_name not in known:
+            raise ValueError(
+                f'{file} has "{name}" of the class {class_name}, which {library} '
+                f"{libraries[library].__version__} does not have.{nearest(class_name, known)}"
+            )
+        if kinds and class_name not in kinds:
+            raise ValueError(
+                f'{file} has "{name}" of the class {class_name}: a {model.architecture} has a {" or ".join(kinds)}'
+            )
+        _check_component(root, model, name, library, class_name)
+
+
+def _components(pipeline: type | None) -> dict[str, tuple[str, ...]]:
+    """Components that a pipeline cannot do without, each with its classes where only those will do."""
+    if pipeline is None:  # registered by a user
+        return {}
+    hints = typing.get_type_hints(pipeline.__init__)
+    optional = set(pipeline._optional_components) - set(ALWAYS)
+    found = {}
+    for name, parameter in inspect.signature(pipeline.__init__).parameters.items():
+        if name == "self" or name in optional or (parameter.default is not parameter.empty and name not in ALWAYS):
+            continue
+        kinds = typing.get_args(hints.get(name)) or (hints.get(name),)
+        # Tokenizers, schedulers and encoders have relatives that serve as well.
+        strict = name in ("transformer", "vae")
+        found[name] = tuple(k.__name__ for k in kinds if k not in (None, type(None))) if strict else ()
+    return found
+
+
+def _check_component(root: Path, model: DiffusionModelConfig, name: str, library: str, class_name: str) -> None:
+    trained = name == "transformer"
+    folder = root / (model.transformer_subfolder if trained else name)
+    if name.startswith("tokenizer") and model.tokenizer_path is not None:
+        folder = Path(model.tokenizer_path).expanduser() / name
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is missing: {root / 'model_index.json'} names a {class_name} there")
+    if name == "scheduler":
+        read_object(folder / "scheduler_config.json")
+    # transformers makes a tokenizer without a word of a folder that has none.
+    if name.startswith("tokenizer") and not any((folder / vocabulary).is_file() for vocabulary in VOCABULARIES):
+        raise FileNotFoundError(f"{folder} holds no vocabulary ({', '.join(VOCABULARIES)})")
+    if not name.startswith(("transformer", "vae", "text_encoder")):
+        return
+    config = folder / "config.json"
+    if trained and model.config_path is not None:
+        config = Path(model.config_path).expanduser() / model.transformer_subfolder / "config.json"
+    said = read_object(config)
+    if library == "diffusers":
+        if "_class_name" not in said:
+            raise ValueError(f"{config} has no _class_name: expected {class_name}, as model_index.json says")
+        if said["_class_name"] != class_name:
+            raise ValueError(f"{config} is of a {said['_class_name']}: expected {class_name}, as model_index.json says")
+    if model.load_format != "dummy":
+        _check_weights(folder)
+
+
+def _check_weights(folder: Path) -> None:
+    """There are some, no shard is missing, and no file is cut off."""
+    from safetensors import SafetensorError, safe_open
+
+    for index in folder.glob("*.index.json"):
+        shards: Any = read_object(index).get("weight_map")
+        if not isinstance(shards, dict):
+            raise ValueError(f"{index} has no weight_map: {LAYOUT}")
+        for shard in sorted(set(shards.values())):
+            if not (folder / shard).is_file():
+                raise FileNotFoundError(f"{folder / shard} is missing: {index.name} names it")
+    files = [path for path in sorted(folder.iterdir()) if path.suffix in WEIGHTS]
+    if not files:
+        raise FileNotFoundError(f"{folder} holds no weights ({' or '.join(f'*{end}' for end in WEIGHTS)})")
+    for path in files:
+        if path.suffix == ".safetensors":
+            try:
+                with safe_open(path, "pt"):
+                    pass
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{path} is cut off or no safetensors file: {error}") from None
