@@ -7,6 +7,7 @@ flow-matching models share; a new model overrides what differs.
 """
 
 import dataclasses
+import inspect
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
@@ -206,8 +207,8 @@ class DiffusionModelBase(ABC):
     @classmethod
     def has_own_step(cls) -> bool:
         """Whether this adapter overrides `forward_and_sample_previous_step`: the rollout then asks it as well."""
-        own, base = (kind.forward_and_sample_previous_step.__func__ for kind in (cls, DiffusionModelBase))
-        return own is not base
+        name = "forward_and_sample_previous_step"
+        return inspect.getattr_static(cls, name) is not inspect.getattr_static(DiffusionModelBase, name)
 
     # ---- the trained module --------------------------------------------------------------------------
 
