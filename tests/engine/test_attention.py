@@ -8,8 +8,9 @@ from engine_cases import model_config
 from tiny_models import tiny_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from verl_omni.pipelines.flux_flow_grpo.diffusers_training_adapter import Flux
 from verl_omni.pipelines.model_base import DiffusionModelBase
-from verl_omni.workers.engine.fsdp.attention import choose_attention
+from verl_omni.workers.engine.fsdp.attention import attention_choice, choose_attention
 from verl_omni.workers.engine.fsdp.compile_ahead import skeleton
 from verl_omni.workers.engine.fsdp.parallel import compile_blocks, repeated_blocks
 
@@ -54,6 +55,30 @@ def test_the_kernel_that_was_asked_for(pipeline):
     assert FUSED in attend(module)
     choose_attention(module, "_native_math")
     assert FUSED not in attend(module)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "asked", "device", "chosen", "why"),
+    [
+        ("FluxPipeline", None, "cuda", "_native_flash", "what works for Flux on a GPU"),
+        ("FluxPipeline", None, "cpu", None, "diffusers' default"),
+        ("FluxPipeline", "_native_cudnn", "cuda", "_native_cudnn", "asked for by actor_rollout_ref.actor.fsdp_config"),
+        ("FluxPipeline", "native", "cuda", "native", "asked for"),
+        ("QwenImagePipeline", None, "cuda", None, "diffusers' default"),
+        ("QwenImagePipeline", "flash", "cpu", "flash", "asked for"),
+    ],
+)
+def test_what_is_chosen_and_why(pipeline, asked, device, chosen, why):
+    adapter = DiffusionModelBase.get_class(model_config(tiny_checkpoint(pipeline)))
+    backend, reason = attention_choice(asked, adapter, torch.device(device))
+    assert backend == chosen and reason.startswith(why)
+
+
+def test_the_models_own_kernel_is_one_that_it_can_have():
+    module = transformer("FluxPipeline")
+    choose_attention(module, Flux.attention_backend)
+    backends = {m.processor._attention_backend for m in module.modules() if getattr(m, "processor", None)}
+    assert backends == {"_native_flash"}
 
 
 def test_in_a_graph_and_in_another_process():

@@ -54,6 +54,8 @@ class DiffusionModelBase(ABC):
     pipeline_defaults: ClassVar[dict[str, Any]] = {"negative_prompt": "", "max_sequence_length": 512}
     # Arguments of the transformer that are the same for all rows of a batch, such as positions.
     rowless_inputs: ClassVar[tuple[str, ...]] = ()
+    # The attention kernel on a GPU where the user names none (fsdp_config.attention_backend); None: diffusers' choice.
+    attention_backend: ClassVar[str | None] = None
     # Submodules of the pipeline that are trained (Wan2.2 has two).
     trained_components: ClassVar[tuple[str, ...]] = ("transformer",)
 

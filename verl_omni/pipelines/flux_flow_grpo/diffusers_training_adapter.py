@@ -23,6 +23,8 @@ class Flux(DiffusionModelBase):
         "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
     ]  # fmt: skip
     rowless_inputs = ("img_ids", "txt_ids")
+    # torch's own choice on an H200, cuDNN, ends the first backward of FLUX.1-dev with an illegal memory access (2.11).
+    attention_backend = "_native_flash"
 
     @classmethod
     def pipeline_knobs(cls, model_config: DiffusionModelConfig) -> set[str]:

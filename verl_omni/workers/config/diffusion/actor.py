@@ -66,7 +66,9 @@ class FSDPConfig:
     fused_gelu: bool | None = knob(
         None, "in compiled blocks without a gradient, the activation inside the matrix product; null: on a GPU"
     )
-    attention_backend: str | None = knob(None, "diffusers attention backend, such as _native_cudnn; null: its default")
+    attention_backend: str | None = knob(
+        None, "diffusers attention backend, such as _native_cudnn; null: the model's own on a GPU, else diffusers'"
+    )
     param_offload: bool = knob(False, "keep weights in CPU memory between stages")
     optimizer_offload: bool = knob(False, "keep optimizer state in CPU memory between updates")
     seed: int = knob(0, "seed of what the engine initialises (LoRA weights)", least=0, most=MOST_SEED)

@@ -8,12 +8,26 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from verl_omni.pipelines.model_base import DiffusionModelBase
+
 TORCH_KERNELS = {
     "_native_cudnn": SDPBackend.CUDNN_ATTENTION,
     "_native_efficient": SDPBackend.EFFICIENT_ATTENTION,
     "_native_flash": SDPBackend.FLASH_ATTENTION,
     "_native_math": SDPBackend.MATH,
 }
+
+
+def attention_choice(
+    asked: str | None, adapter: type[DiffusionModelBase], device: torch.device
+) -> tuple[str | None, str]:
+    """(the backend, why): what the user asked for; on a GPU else the model's own; None leaves it to diffusers."""
+    knob = "actor_rollout_ref.actor.fsdp_config.attention_backend"
+    if asked is not None:
+        return asked, f"asked for by {knob}"
+    if adapter.attention_backend is not None and device.type != "cpu":
+        return adapter.attention_backend, f"what works for {adapter.__name__} on a GPU; {knob} names another"
+    return None, f"diffusers' default; {knob} names another"
 
 
 class WithKernel:

@@ -22,7 +22,7 @@ from verl_omni.pipelines.schedulers.steps import kl_std
 from verl_omni.utils.seeds import derive_seed
 from verl_omni.workers.config import CheckpointConfig, DiffusionModelConfig, FSDPConfig, OptimizerConfig
 from verl_omni.workers.engine.fsdp import checkpoint_io
-from verl_omni.workers.engine.fsdp.attention import choose_attention
+from verl_omni.workers.engine.fsdp.attention import attention_choice, choose_attention
 from verl_omni.workers.engine.fsdp.compile_ahead import compile_ahead
 from verl_omni.workers.engine.fsdp.fused_gelu import fuse_gelu
 from verl_omni.workers.engine.fsdp.lora import FoldedLora, add_lora
@@ -76,11 +76,14 @@ class DiffusersFSDPEngine(BaseEngine):
             add_lora(self.parts, self.model_config, self.adapter)
         if self.model_config.lora_path:
             checkpoint_io.load_lora(self.model_config, self.parts)
+        backend, why = attention_choice(self.engine_config.attention_backend, self.adapter, self.device)
+        if self.device.type != "cpu" and dist.get_rank() == 0:
+            print(f"Attention: {backend or 'native'} ({why}).", flush=True)
         for part in self.parts.values():
             if self.model_config.enable_gradient_checkpointing:
                 part.enable_gradient_checkpointing()
-            if self.engine_config.attention_backend:
-                choose_attention(part, self.engine_config.attention_backend)
+            if backend is not None:
+                choose_attention(part, backend)
         self.module.to(self.device)
         self.host = HostMemory()
         self.sharded = dist.get_world_size() > 1
