@@ -185,6 +185,7 @@ CASES = {
         ["trainer.resume_mode=resume_path", "trainer.resume_from_path={data}/run/global_step_3"],
         "is no checkpoint",
     ),
+    "profile beyond the end": (["trainer.profile_step=3"], "profile_step=3: the run has 2 steps"),
     "validation without prompts": (["trainer.val_only=true", "data.val_files=null"], "needs data.val_files"),
 }
 

@@ -1,15 +1,23 @@
 """Settings that no run can use are refused in one line, before a worker starts: out of range, or without effect."""
 
 import dataclasses
+import importlib.util
+import json
+import time
 
 import pytest
+import torch
 from hydra import compose, initialize_config_module
+from safetensors.torch import save_file
 from tiny_models import tiny_checkpoint
 
 from verl_omni.trainer.config import schema
 from verl_omni.trainer.diffusion.preparation import prepare_config
+from verl_omni.trainer.diffusion.worker_checks import empty_modules
 from verl_omni.trainer.main_diffusion import users_mistake
 from verl_omni.utils.knob import Range, check_effect, check_ranges, knob, walk
+from verl_omni.workers.config import DiffusionModelConfig
+from verl_omni.workers.config.diffusion.actor import OPTIMIZERS
 
 schema.register()
 ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -111,7 +119,6 @@ def test_every_number_and_every_name_says_what_it_may_be():
         f"{MODEL}.path", f"{MODEL}.architecture", f"{MODEL}.external_lib", f"{MODEL}.tokenizer_path",
         f"{MODEL}.transformer_subfolder", f"{MODEL}.config_path", f"{MODEL}.lora_path", f"{MODEL}.target_modules",
         f"{MODEL}.pipeline", f"{MODEL}.algo", f"{MODEL}.algorithm", f"{ACTOR}.diffusion_loss.loss_mode",
-        f"{ACTOR}.fsdp_config.attention_backend",
         "algorithm.adv_estimator", f"{ROLLOUT}.algo.sde_type", f"{ROLLOUT}.val_kwargs.sde_type",
         f"{ROLLOUT}.pipeline.negative_prompt", f"{ROLLOUT}.val_kwargs.pipeline.negative_prompt",
         f"{ROLLOUT}.agent.default_agent_loop",
@@ -225,6 +232,76 @@ def test_a_pipeline_knob_that_the_architecture_does_not_have(architecture, knob,
 def test_a_key_that_nothing_reads(key):
     """Hydra's `+` adds whatever it is told; recipes go through the same check."""
     assert f'unknown config key "{key}"' in refused(f"+{key}=1")
+
+
+# ---- what only a worker would find ---------------------------------------------------------------------
+
+LORA = f"{MODEL}.lora_rank=4"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([f"{ACTOR}.fsdp_config.fsdp_size=3", "trainer.n_gpus_per_node=4"], "fsdp_size=3 does not divide the 4 ranks"),
+        ([LORA, f"{MODEL}.target_modules=[to_q,to_qq]"], 'target_modules "to_qq": did you mean "to_q"'),
+        ([LORA, f"{MODEL}.target_modules=nothing.*"], "target_modules=nothing.* matches no layer of QwenImageTransf"),
+        ([LORA, f"{MODEL}.lora_path=/no/such/lora"], 'lora_path="/no/such/lora" holds no LoRA: expected a folder'),
+        ([LORA, f"{MODEL}.lora_init=pissa"], "known: default, gaussian"),
+        ([f"{ACTOR}.optim.betas=[0.9]"], "betas=[0.9]: expected two numbers"),
+        ([f"{ACTOR}.optim.optimizer=SGD", f"{ACTOR}.optim.eps=1e-4"], "eps=0.0001 has no effect with"),
+        ([f"{ACTOR}.optim.optimizer=Adafactor", f"{ACTOR}.optim.fused=true"], "torch has no fused Adafactor"),
+        ([f"{ACTOR}.fsdp_config.attention_backend=_native_cudn"], 'did you mean "_native_cudnn"'),
+        ([f"+{ROLLOUT}.engine_kwargs.decode_batch=2"], 'did you mean "decode_batch_size"'),
+        ([f"+{ROLLOUT}.engine_kwargs.decode_batch_size=0"], "decode_batch_size=0: expected a whole number, 1 or more"),
+        ([f"+{ROLLOUT}.engine_kwargs.device=cpu"], "known: decode_batch_size, prompt_cache_size"),
+        (["trainer.logger=[]"], "trainer.logger=[] would leave no trace"),
+        (["trainer.default_local_dir={file}"], "is a file, not a folder"),
+        (["trainer.default_local_dir={file}/run"], "is a file, not a folder"),
+    ],
+)
+def test_what_only_a_worker_would_find(overrides, said, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert said in refused(*[override.format(file=tmp_path / "file") for override in overrides])
+
+
+@pytest.mark.parametrize(("tracker", "package"), [("wandb", "wandb"), ("vemlp_wandb", "volcengine_ml_platform")])
+def test_a_tracker_whose_package_is_missing(tracker, package, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == package else find(name, *a))
+    assert f"{tracker}, which is not installed here: pip install {package}" in refused(f"trainer.logger=[{tracker}]")
+
+
+def test_an_attention_kernel_whose_package_is_missing():
+    """diffusers itself says what to install; no machine has this one, which needs another kind of accelerator."""
+    line = refused(f"{ACTOR}.fsdp_config.attention_backend=_native_npu")
+    assert line.startswith(f"{ACTOR}.fsdp_config.attention_backend=_native_npu: ") and "torch_npu" in line
+
+
+def test_a_lora_file_of_another_rank(tmp_path):
+    name = "transformer.transformer_blocks.0.attn.to_q.lora_A.weight"
+    save_file({name: torch.zeros(8, 16)}, tmp_path / "pytorch_lora_weights.safetensors")
+    assert "has LoRA of rank [8]" in refused(LORA, f"{MODEL}.lora_path={tmp_path}")
+    (tmp_path / "pytorch_lora_weights.safetensors").write_text("no tensors")
+    assert "is no readable safetensors file" in refused(LORA, f"{MODEL}.lora_path={tmp_path}")
+
+
+def test_good_targets_kernels_and_arguments_pass():
+    assert prepared(LORA, f"{MODEL}.target_modules=[to_q,img_mlp.net.2]", f"{ACTOR}.fsdp_config.attention_backend=flex")
+    assert prepared(LORA, f"{MODEL}.target_modules='.*to_q'", f"+{ROLLOUT}.engine_kwargs.prompt_cache_size=8")
+    for name in OPTIMIZERS:
+        assert prepared(f"{ACTOR}.optim.optimizer={name}", f"{ACTOR}.optim.lr_scheduler_type=cosine")
+
+
+def test_twenty_billion_parameters_cost_seconds(tmp_path):
+    """The layers' names are known without their weights."""
+    config = {"_class_name": "QwenImageTransformer2DModel", "num_layers": 60}
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer/config.json").write_text(json.dumps(config))
+    (tmp_path / "model_index.json").write_text('{"_class_name": "QwenImagePipeline"}')
+    start = time.process_time()
+    (part,) = empty_modules(DiffusionModelConfig(path=str(tmp_path)))
+    assert sum(p.numel() for p in part.parameters()) > 20e9 and next(part.parameters()).is_meta
+    assert time.process_time() - start < 10
 
 
 # ---- the mechanism -------------------------------------------------------------------------------------

@@ -35,6 +35,8 @@ def check_data(config: DictConfig) -> None:
             f"data.train_batch_size={config.data.train_batch_size} is more than the {len(train)} prompts of "
             "data.train_files: lower it or give more prompts"
         )
+    if train is not None:
+        check_profile_step(config, len(train))
     if config.algorithm.sample_source == "offline":
         return  # prompts are encoded already
     model_config = OmegaConf.to_object(config.actor_rollout_ref.model)
@@ -59,6 +61,17 @@ def check_data(config: DictConfig) -> None:
         for text in texts | {pipeline.negative_prompt}:
             if len(text.encode()) + TEMPLATE_ROOM > limit:  # a token is a byte or more: the rest is short enough
                 adapter.tokenize(tokenizers, text, limit)
+
+
+def check_profile_step(config: DictConfig, prompts: int) -> None:
+    from verl_omni.utils.dataset.prompt_loader import steps_for_epochs
+
+    trainer = config.trainer
+    steps = trainer.total_training_steps or steps_for_epochs(
+        prompts, config.data.train_batch_size, trainer.total_epochs
+    )
+    if trainer.profile_step is not None and trainer.profile_step > steps:
+        raise ValueError(f"trainer.profile_step={trainer.profile_step}: the run has {steps} steps; choose one of them")
 
 
 def check_agent_loops(config: DictConfig) -> None:

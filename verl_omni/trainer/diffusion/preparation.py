@@ -23,6 +23,7 @@ from verl_omni.trainer.config.algorithm import DiffusionAlgoConfig
 from verl_omni.trainer.config.keys import check_keys_of
 from verl_omni.trainer.config.schema import DiffusionTrainerConfig
 from verl_omni.trainer.diffusion.preference_checks import check_trainer_fits
+from verl_omni.trainer.diffusion.worker_checks import check_workers
 from verl_omni.utils.external_lib import import_external_lib
 from verl_omni.utils.knob import check_effect, check_ranges
 from verl_omni.workers.config import DiffusionPipelineConfig, validation_pipeline
@@ -86,6 +87,7 @@ def _check(settings: DiffusionTrainerConfig) -> None:
         _check_size(f"actor_rollout_ref.rollout.{where}pipeline", pipeline, adapter, arr.model)
         _check_reads(f"actor_rollout_ref.rollout.{where}pipeline", pipeline, adapter, arr.model)
     _check_numbers(settings)
+    check_workers(settings)
 
 
 def _check_guidance(settings: DiffusionTrainerConfig, adapter: type[DiffusionModelBase]) -> None:

@@ -14,6 +14,12 @@ OPTIMIZERS = (
 )  # fmt: skip
 
 
+def attention_backends() -> list[str]:
+    from diffusers.models.attention_dispatch import AttentionBackendName
+
+    return [backend.value for backend in AttentionBackendName]
+
+
 @dataclass
 class DiffusionLossConfig:
     """What is left null is the algorithm's own choice."""
@@ -67,7 +73,9 @@ class FSDPConfig:
         None, "in compiled blocks without a gradient, the activation inside the matrix product; null: on a GPU"
     )
     attention_backend: str | None = knob(
-        None, "diffusers attention backend, such as _native_cudnn; null: the model's own on a GPU, else diffusers'"
+        None,
+        "diffusers attention backend, such as _native_cudnn; null: the model's own on a GPU, else diffusers'",
+        choices=attention_backends,
     )
     param_offload: bool = knob(False, "keep weights in CPU memory between stages")
     optimizer_offload: bool = knob(False, "keep optimizer state in CPU memory between updates")
