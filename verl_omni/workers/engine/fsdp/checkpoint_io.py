@@ -1,43 +1,150 @@
-"""Training state on disk (torch.distributed.checkpoint, any world size), and weights in diffusers' format."""
+"""Training state on disk, for any number of ranks to read, and weights in diffusers' format.
 
+Tensors are safetensors files and all else is JSON: reading a checkpoint never runs code that came with it.
+"""
+
+import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
 )
 
 from verl_omni.pipelines.utils import pipeline_class
+from verl_omni.utils.file_mode import share
 from verl_omni.workers.config import DiffusionModelConfig
+from verl_omni.workers.engine.fsdp.optimizer import set_schedule
+from verl_omni.workers.host_memory import local
 
 if TYPE_CHECKING:
     from verl_omni.workers.engine.fsdp.diffusers_impl import DiffusersFSDPEngine
 
-# Frozen weights are those of the base model: they are not written again.
-OPTIONS = StateDictOptions(ignore_frozen_params=True)
 LORA_FILE = "pytorch_lora_weights.safetensors"  # what diffusers calls it
+STATE = "state"
+ENGINE = "engine.json"  # what of the state is no tensor
 
 
-def _state(engine: "DiffusersFSDPEngine", contents: list[str]) -> dict:
-    state = {}
-    if "model" in contents:
-        state["model"] = get_model_state_dict(engine.module, options=OPTIONS)
-        state["policies"] = {
-            name: {k: _like(v, engine.parameters[k]) for k, v in copy.items()}
-            for name, copy in engine.policies.state_dict().items()
-        }
+def save(engine: "DiffusersFSDPEngine", path: str) -> None:
+    contents = engine.checkpoint_config.save_contents
+    if set(contents) - {"export"}:
+        _save_state(engine, contents, os.path.join(path, STATE))
+    if "export" in contents:
+        export(engine, os.path.join(path, "export"))
+
+
+def load(engine: "DiffusersFSDPEngine", path: str) -> None:
+    """Fill the engine in place with what `load_contents` names; all of it is there and fits, or nothing is touched."""
+    contents = engine.checkpoint_config.load_contents
+    folder = os.path.join(path, STATE)
+    reader = dcp.HuggingFaceStorageReader(folder)
+    notes, held = _read_notes(folder), reader.read_metadata().state_dict_metadata
+    tensors = _weights(engine) if "model" in contents else {}
+    _check_shapes(tensors, held, folder)
     if "optimizer" in contents:
-        state["optimizer"] = get_optimizer_state_dict(engine.module, engine.optimizer, options=OPTIONS)
+        tensors |= _empty_moments(engine, notes, folder)
+        _check_shapes(tensors, held, folder)
+    with _plain_errors():
+        dcp.load(tensors, storage_reader=reader)
+    if "model" in contents:
+        engine.policies.load_state_dict(
+            {name: {k: local(tensors[f"policies.{name}.{k}"]) for k in copy}
+             for name, copy in engine.policies.state_dict().items()}
+        )  # fmt: skip
     if "extra" in contents:
-        state["lr_scheduler"] = engine.lr_scheduler.state_dict()
-    return state
+        set_schedule(engine.lr_scheduler, notes["optimizer_steps"])
+
+
+def needed_bytes(engine: "DiffusersFSDPEngine") -> int:
+    """What `save` would write now, of all ranks together."""
+    contents = engine.checkpoint_config.save_contents
+    tensors = list(_tensors(engine, contents).values())
+    if "export" in contents:
+        tensors += engine.parameters.values()
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _save_state(engine: "DiffusersFSDPEngine", contents: list[str], folder: str) -> None:
+    tensors = {name: tensor.contiguous() for name, tensor in _tensors(engine, contents).items()}
+    with _plain_errors():
+        dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(folder, save_distributed=True))
+    if dist.get_rank() == 0:
+        notes = {
+            "optimizer": type(engine.optimizer).__name__,
+            "optimizer_steps": engine.lr_scheduler.last_epoch,
+            # Those that never got a gradient (a last block's text output) have no state, and are not named.
+            "moments": {name: sorted(engine.optimizer.state[p]) for name, p in _updated(engine).items()},
+        }
+        Path(folder, ENGINE).write_text(json.dumps(notes))
+
+
+def _tensors(engine: "DiffusersFSDPEngine", contents: list[str]) -> dict[str, torch.Tensor]:
+    """All that a checkpoint holds. Frozen weights are those of the base model: they are not written again."""
+    tensors = _weights(engine) if "model" in contents else {}
+    return tensors | (_moments(engine) if "optimizer" in contents else {})
+
+
+def _weights(engine: "DiffusersFSDPEngine") -> dict[str, torch.Tensor]:
+    found = {f"model.{name}": parameter.detach() for name, parameter in engine.parameters.items()}
+    for policy, copy in engine.policies.state_dict().items():
+        found |= {f"policies.{policy}.{name}": _like(v, engine.parameters[name]) for name, v in copy.items()}
+    return found
+
+
+def _moments(engine: "DiffusersFSDPEngine") -> dict[str, torch.Tensor]:
+    found = {
+        f"optimizer.{name}.{key}": value
+        for name, parameter in _updated(engine).items()
+        for key, value in engine.optimizer.state[parameter].items()
+    }
+    for name, value in found.items():
+        if not isinstance(value, torch.Tensor):
+            kind = type(engine.optimizer).__name__
+            raise ValueError(
+                f"{kind} keeps a {type(value).__name__} as {name}, which checkpoints do not hold: choose another "
+                "actor_rollout_ref.actor.optim.optimizer, such as AdamW"
+            )
+    return found
+
+
+def _updated(engine: "DiffusersFSDPEngine") -> dict[str, torch.nn.Parameter]:
+    """The parameters that the optimizer has a state for."""
+    return {name: p for name, p in engine.parameters.items() if engine.optimizer.state.get(p)}
+
+
+def _empty_moments(engine: "DiffusersFSDPEngine", notes: dict, folder: str) -> dict[str, torch.Tensor]:
+    """Optimizer state to be filled, for exactly those parameters that have one in the checkpoint."""
+    kind = type(engine.optimizer).__name__
+    if notes["optimizer"] != kind:
+        raise ValueError(
+            f"{folder} holds the state of {notes['optimizer']}, and this run's optimizer is {kind}: to start that one "
+            "fresh, set actor_rollout_ref.actor.checkpoint.load_contents=[model,extra]"
+        )
+    engine.optimizer.zero_grad()
+    engine.optimizer.state.clear()
+    if notes["moments"]:  # torch makes an empty state for every parameter
+        get_optimizer_state_dict(engine.module, engine.optimizer, options=StateDictOptions(ignore_frozen_params=True))
+    for name, parameter in engine.parameters.items():
+        if name not in notes["moments"]:
+            engine.optimizer.state.pop(parameter, None)
+    made = {name: sorted(engine.optimizer.state[p]) for name, p in _updated(engine).items()}
+    for name in made.keys() | notes["moments"].keys():
+        if made.get(name) != notes["moments"].get(name):
+            raise ValueError(
+                f"{folder} does not fit this run: for {name} it holds the optimizer's {notes['moments'].get(name)}, "
+                f"and {kind} needs {made.get(name)}. To start the optimizer fresh, set "
+                "actor_rollout_ref.actor.checkpoint.load_contents=[model,extra]"
+            )
+    return _moments(engine)
 
 
 def _like(shard: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -56,50 +163,19 @@ def _like(shard: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
     )
 
 
-def save(engine: "DiffusersFSDPEngine", path: str) -> None:
-    contents = engine.checkpoint_config.save_contents
-    if set(contents) - {"export"}:
-        dcp.save(_state(engine, contents), checkpoint_id=os.path.join(path, "state"))
-    if "export" in contents:
-        export(engine, os.path.join(path, "export"))
-
-
-def load(engine: "DiffusersFSDPEngine", path: str) -> None:
-    contents = engine.checkpoint_config.load_contents
-    folder = os.path.join(path, "state")
-    if "optimizer" in contents:  # torch then makes an empty state for every parameter, to be filled from the file
-        engine.optimizer.zero_grad()
-        engine.optimizer.state.clear()
-    state = _state(engine, contents)
-    _check_fit(state, folder)
-    # A parameter that never got a gradient (a last block's text output) has no optimizer state to load.
-    dcp.load(state, checkpoint_id=folder, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
-    if "model" in contents:
-        set_model_state_dict(
-            engine.module, state["model"], options=StateDictOptions(ignore_frozen_params=True, strict=False)
-        )
-        engine.policies.load_state_dict(
-            {n: {k: v.to_local() if hasattr(v, "to_local") else v for k, v in c.items()}
-             for n, c in state["policies"].items()}
-        )  # fmt: skip
-    if "optimizer" in contents:
-        set_optimizer_state_dict(engine.module, engine.optimizer, state["optimizer"], options=OPTIONS)
-    if "extra" in contents:
-        engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
-
-
-def _check_fit(state: dict, folder: str) -> None:
-    """Refuse a checkpoint that lacks weights of this run or has them in another shape, before anything is loaded."""
-    if not os.path.isfile(os.path.join(folder, ".metadata")):
+def _read_notes(folder: str) -> dict:
+    try:
+        return json.loads(Path(folder, ENGINE).read_text())
+    except FileNotFoundError:
         raise ValueError(
             f"{folder} holds no training state to resume from: was it saved with "
             "actor_rollout_ref.actor.checkpoint.save_contents without model?"
-        )
-    held = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    needed = {f"model.{name}": tensor for name, tensor in state.get("model", {}).items()}
-    for policy, copy in state.get("policies", {}).items():
-        needed |= {f"policies.{policy}.{name}": tensor for name, tensor in copy.items()}
-    for name, tensor in needed.items():
+        ) from None
+
+
+def _check_shapes(tensors: dict[str, torch.Tensor], held: dict, folder: str) -> None:
+    """Refuse a checkpoint that lacks tensors of this run or has them in another shape, before anything is loaded."""
+    for name, tensor in tensors.items():
         found = tuple(held[name].size) if name in held else "nothing"
         if found != tuple(tensor.shape):
             raise ValueError(
@@ -107,6 +183,15 @@ def _check_fit(state: dict, folder: str) -> None:
                 "with the settings of the run that wrote it (model, lora_rank, ema_decay, use_kl_loss), or start anew "
                 "with trainer.resume_mode=disable"
             )
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """torch gathers the errors of all ranks in a BaseException; the first of them says what happened."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from None
 
 
 def export(engine: "DiffusersFSDPEngine", folder: str) -> None:
@@ -121,6 +206,7 @@ def export(engine: "DiffusersFSDPEngine", folder: str) -> None:
             os.makedirs(folder, exist_ok=True)
             write = _write_lora if engine.model_config.lora_rank > 0 else _write_full
             write(engine, states, folder)
+            share(folder)
     dist.barrier()
 
 
@@ -163,7 +249,7 @@ def load_lora(model_config: DiffusionModelConfig, parts: dict[str, torch.nn.Modu
         folder = _lora_folder(root, parts, name)
         named = os.path.isfile(os.path.join(folder, LORA_FILE))  # diffusers looks for no name when it is offline
         state = pipeline_class(model_config.architecture).lora_state_dict(
-            folder, **({"weight_name": LORA_FILE} if named else {})
+            folder, use_safetensors=True, **({"weight_name": LORA_FILE} if named else {})
         )
         state = state[0] if isinstance(state, tuple) else state
         mine = {k.removeprefix("transformer."): v for k, v in state.items() if k.startswith("transformer.")}

@@ -45,3 +45,12 @@ def lr_factor(config: OptimizerConfig) -> Callable[[int], float]:
         return 1.0 - done if config.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * done))
 
     return factor
+
+
+def set_schedule(scheduler: LambdaLR, steps: int) -> None:
+    """As after so many optimizer steps. The rates are this run's own, whatever an earlier part of it had."""
+    scheduler.last_epoch, scheduler._step_count = steps, steps + 1
+    rates = [base * factor(steps) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = rates
