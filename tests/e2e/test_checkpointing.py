@@ -1,27 +1,38 @@
-"""A checkpoint is whole or not there; no run of its own."""
+"""A checkpoint is whole or not there, and a run goes on from its own; no run of its own."""
+
+import errno
+import json
+import shutil
 
 import pytest
 
-from verl_omni.trainer.diffusion.checkpointing import find_resume, publish, whole_checkpoints
+from verl_omni.trainer.diffusion.checkpointing import begin, check_room, find_resume, publish, whole_checkpoints
+
+LATEST = "latest_checkpointed_iteration.txt"
 
 
 def save(folder, step, keep=None, error=None):
-    with publish(folder, step, keep) as writing:
-        (writing / "trainer.pt").write_text(f"state {step}")
+    with publish(folder, step, {}, keep) as writing:
+        (writing / "state").mkdir()
+        (writing / "state" / "tensors.safetensors").write_text(f"tensors {step}")
+        (writing / "trainer.json").write_text(f"state {step}")
         if error:
             raise error
 
 
-def test_a_save_that_fails_publishes_nothing_and_the_next_one_cleans_up(tmp_path):
+def found(folder, mode="auto", path=None):
+    return find_resume(folder, mode, path)[0]
+
+
+def test_a_save_that_fails_leaves_nothing(tmp_path):
     save(tmp_path, 1)
-    with pytest.raises(OSError, match="disk full"):
-        save(tmp_path, 2, error=OSError("disk full"))
-    assert list(whole_checkpoints(tmp_path)) == [1]
-    assert find_resume(tmp_path, "auto", None) == tmp_path / "global_step_1"
+    with pytest.raises(OSError, match="broken cable"):
+        save(tmp_path, 2, error=OSError("broken cable"))
+    assert {p.name for p in tmp_path.iterdir()} == {"global_step_1", LATEST}
+    assert found(tmp_path) == tmp_path / "global_step_1"
+    (tmp_path / ".writing_global_step_2").mkdir()  # what a killed run leaves
     save(tmp_path, 2)
-    assert {p.name for p in tmp_path.iterdir()} == {
-        "global_step_1", "global_step_2", "latest_checkpointed_iteration.txt"
-    }  # fmt: skip
+    assert {p.name for p in tmp_path.iterdir()} == {"global_step_1", "global_step_2", LATEST}
 
 
 def test_the_newest_are_kept(tmp_path):
@@ -32,18 +43,11 @@ def test_the_newest_are_kept(tmp_path):
     assert list(whole_checkpoints(tmp_path)) == [11]
 
 
-def test_what_was_just_written_is_never_deleted(tmp_path):
-    """A run that starts anew in the folder of a longer one."""
-    save(tmp_path, 100, keep=1)
-    save(tmp_path, 1, keep=1)
-    assert list(whole_checkpoints(tmp_path)) == [1, 100]
-
-
 def test_a_step_that_is_saved_again_is_replaced(tmp_path):
     save(tmp_path, 3)
     (tmp_path / "global_step_3" / "old").write_text("")
     save(tmp_path, 3)
-    assert [p.name for p in (tmp_path / "global_step_3").iterdir()] == ["trainer.pt"]
+    assert {p.name for p in (tmp_path / "global_step_3").iterdir()} == {"manifest.json", "state", "trainer.json"}
 
 
 def test_a_deletion_that_was_interrupted_leaves_no_checkpoint(tmp_path, monkeypatch):
@@ -61,10 +65,82 @@ def test_a_deletion_that_was_interrupted_leaves_no_checkpoint(tmp_path, monkeypa
     assert {p.name for p in tmp_path.iterdir() if p.is_dir()} == {"global_step_2", "global_step_3"}
 
 
+# ---- whose checkpoint it is --------------------------------------------------------------------------
+
+
+def test_a_run_over_an_old_folder_goes_on_from_its_own(tmp_path):
+    """An older run got to step 100. A new one starts from nothing, is killed, saves step 10, is killed again."""
+    save(tmp_path, 100)
+    for name in ("config.yaml", "metrics.jsonl"):
+        (tmp_path / name).write_text("of the older run")
+    begin(tmp_path, None)
+    assert found(tmp_path) is None, "killed before its first checkpoint, the new run starts from nothing again"
+    save(tmp_path, 10, keep=1)
+    assert found(tmp_path) == tmp_path / "global_step_10"
+    earlier = tmp_path / "earlier_1"
+    assert {p.name for p in earlier.iterdir()} == {"config.yaml", "metrics.jsonl", "global_step_100", LATEST}
+    assert (earlier / LATEST).read_text() == "100"
+    assert found(earlier) == earlier / "global_step_100", "the older run is still whole"
+
+
+def test_a_run_that_goes_back_leaves_its_former_steps_behind(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    begin(tmp_path, tmp_path / "global_step_1")
+    assert list(whole_checkpoints(tmp_path)) == [1] and found(tmp_path) == tmp_path / "global_step_1"
+    assert list(whole_checkpoints(tmp_path / "earlier_1")) == [2, 3]
+    begin(tmp_path, tmp_path / "global_step_1")
+    assert not (tmp_path / "earlier_2").exists()
+
+
+def test_a_run_that_starts_from_another_folders_checkpoint_has_none_of_its_own(tmp_path):
+    save(tmp_path / "one", 5)
+    save(tmp_path / "two", 3)
+    begin(tmp_path / "two", tmp_path / "one" / "global_step_5")
+    assert found(tmp_path / "two") is None and list(whole_checkpoints(tmp_path / "two" / "earlier_1")) == [3]
+
+
+def test_killed_between_a_checkpoint_and_its_note(tmp_path):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    (tmp_path / LATEST).write_text("1")
+    assert found(tmp_path) == tmp_path / "global_step_1"
+
+
+@pytest.mark.parametrize("text", [None, "", "two", "-1"])
+def test_without_a_note_nobody_guesses(tmp_path, text):
+    assert found(tmp_path) is None
+    save(tmp_path, 2)
+    (tmp_path / LATEST).unlink() if text is None else (tmp_path / LATEST).write_text(text)
+    with pytest.raises(ValueError, match=f"trainer.resume_from_path={tmp_path / 'global_step_2'}, or start anew"):
+        found(tmp_path)
+
+
+def test_what_is_no_checkpoint_is_passed_over(tmp_path):
+    (tmp_path / "global_step_99").mkdir()
+    assert find_resume(tmp_path, "auto", None)[0] is None
+    begin(tmp_path, None)
+    assert not (tmp_path / "earlier_1").exists()
+    save(tmp_path, 1)
+    chosen, (notice,) = find_resume(tmp_path, "auto", None)
+    assert chosen == tmp_path / "global_step_1"
+    assert notice == f"{tmp_path / 'global_step_99'} is no checkpoint (it holds no manifest.json) and is passed over."
+
+
+@pytest.mark.parametrize("mode", ["auto", "resume_path"])
+def test_a_checkpoint_of_pickles_is_refused(tmp_path, mode):
+    old = tmp_path / "global_step_3"
+    old.mkdir()
+    (old / "trainer.pt").write_bytes(b"")
+    (tmp_path / LATEST).write_text("3")
+    with pytest.raises(ValueError, match="written by an earlier version, as pickles"):
+        found(tmp_path, mode, str(old))
+
+
 @pytest.mark.parametrize(
     ("mode", "path", "said"),
     [
-        ("atuo", None, "expected auto, disable or resume_path"),
+        ("atuo", None, "expected auto, auto_previous, disable or resume_path"),
         ("resume_path", None, "needs trainer.resume_from_path="),
         ("resume_path", "{folder}/global_step_7", "is no checkpoint"),
         ("resume_path", "{folder}", "is no checkpoint"),
@@ -73,3 +149,84 @@ def test_a_deletion_that_was_interrupted_leaves_no_checkpoint(tmp_path, monkeypa
 def test_what_cannot_be_resumed_is_said(tmp_path, mode, path, said):
     with pytest.raises(ValueError, match=said):
         find_resume(tmp_path, mode, path and path.format(folder=tmp_path))
+
+
+# ---- damage ------------------------------------------------------------------------------------------
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def edit_manifest(folder, change):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+TENSORS = "state/tensors.safetensors"
+DAMAGE = {
+    "truncated": (lambda c: (c / TENSORS).write_text("tens"), f"{TENSORS} has 4 bytes and was written with 9"),
+    "flipped": (lambda c: flip_a_bit(c / TENSORS), f"{TENSORS} does not have the content that was written"),
+    "missing": (lambda c: (c / TENSORS).unlink(), f"{TENSORS} is missing"),
+    "added": (lambda c: (c / "state" / "x.safetensors").write_text(""), "state/x.safetensors was added to it"),
+    "empty state": (lambda c: (c / "trainer.json").write_text(""), "trainer.json has 0 bytes and was written with 7"),
+    "truncated manifest": (lambda c: (c / "manifest.json").write_text('{"format": 1, "fi'), "is cut off"),
+    "empty manifest": (lambda c: (c / "manifest.json").write_text(""), "is cut off or overwritten"),
+    "manifest of a list": (lambda c: (c / "manifest.json").write_text("[1]"), "is cut off or overwritten"),
+    "manifest without files": (lambda c: edit_manifest(c, lambda m: m.pop("files")), "is cut off or overwritten"),
+    "file outside": (
+        lambda c: edit_manifest(c, lambda m: m["files"].update({"../x": m["files"]["trainer.json"]})),
+        "names ../x, which lies outside",
+    ),
+    "gone": (shutil.rmtree, "names global_step_3, which is not there"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_named_and_the_user_decides(tmp_path, name):
+    damage, said = DAMAGE[name]
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    damage(tmp_path / "global_step_3")
+    with pytest.raises(ValueError) as caught:
+        found(tmp_path)
+    line = str(caught.value)
+    assert said in line and "global_step_3" in line and "\n" not in line
+    assert f"go on from {tmp_path / 'global_step_2'} with trainer.resume_mode=auto_previous" in line
+
+    chosen, notices = find_resume(tmp_path, "auto_previous", None)
+    assert chosen == tmp_path / "global_step_2" and any(said in notice for notice in notices)
+    flip_a_bit(tmp_path / "global_step_2" / TENSORS)
+    assert found(tmp_path, "auto_previous") == tmp_path / "global_step_1"
+    flip_a_bit(tmp_path / "global_step_1" / TENSORS)
+    with pytest.raises(ValueError, match="No whole checkpoint is left"):
+        found(tmp_path, "auto_previous")
+
+
+def test_a_whole_checkpoint_is_what_auto_previous_takes_too(tmp_path):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    assert find_resume(tmp_path, "auto_previous", None) == (tmp_path / "global_step_2", [])
+
+
+# ---- a full disk -------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_does_not_fit_is_not_begun(tmp_path):
+    save(tmp_path, 1)
+    free = shutil.disk_usage(tmp_path).free
+    check_room(tmp_path, free // 2)
+    with pytest.raises(ValueError, match=r"needs .* GB and the disk of .* has .* GB left: the last whole"):
+        check_room(tmp_path, 2 * free)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), Exception("I/O error (os error 28)")])
+def test_a_disk_that_fills_up_meanwhile(tmp_path, error):
+    save(tmp_path, 1)
+    with pytest.raises(ValueError, match="is full: the last whole checkpoint is .*global_step_1. Make room") as caught:
+        save(tmp_path, 2, error=error)
+    assert caught.value.__cause__ is error
+    assert {p.name for p in tmp_path.iterdir()} == {"global_step_1", LATEST}, "what was begun takes no room"

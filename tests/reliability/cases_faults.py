@@ -126,10 +126,10 @@ def checkpoints() -> list[Fault]:
         (folder / "run/global_step_2").mkdir()
 
     return [
-        Fault(theme, "weights are cut off", **damaged("*.distcp", cut)),
-        Fault(theme, "one bit of the weights is flipped", **damaged("*.distcp", flip)),
-        Fault(theme, "the weights are gone", **damaged("*.distcp", Path.unlink)),
-        Fault(theme, "their index is cut off", **damaged(".metadata", cut)),
+        Fault(theme, "weights are cut off", **damaged("state/*.safetensors", cut)),
+        Fault(theme, "one bit of the weights is flipped", **damaged("state/*.safetensors", flip)),
+        Fault(theme, "the weights are gone", **damaged("state/*.safetensors", Path.unlink)),
+        Fault(theme, "its manifest is cut off", **damaged("manifest.json", cut)),
         Fault(theme, "the trainer's state is empty", **damaged("trainer.*", empty)),
         Fault(theme, "an empty folder global_step_99", given=hollow, ends="succeeds", says=None),
         Fault(theme, "all of its files are gone", given=only_whole_folder_name, says=("global_step_2",), **go_on),

@@ -118,15 +118,30 @@ def run_diffusion(config: DictConfig, task_runner_class: Any = None) -> None:
 
     A cluster of our own needs no extra process for the driver; on a running cluster the runner is a Ray actor.
     """
-    import ray
-
-    from verl_omni.trainer.preflight import preflight
-    from verl_omni.trainer.resources import choose_device, start_ray
+    from verl_omni.trainer.diffusion.resuming import finished
+    from verl_omni.trainer.preflight import check_start, preflight
+    from verl_omni.trainer.resources import choose_device
+    from verl_omni.trainer.run_lock import run_lock
 
     check_groups(config)
     with config_writable(config):
         config.trainer.device = choose_device(config.trainer.device)
     config = preflight(config)
+    with run_lock(config.trainer.default_local_dir):
+        start = check_start(config)
+        for line in start.notices:
+            print(line, flush=True)
+        if start.finished:
+            print(finished(start), flush=True)
+        else:
+            _run_on_ray(config, task_runner_class)
+
+
+def _run_on_ray(config: DictConfig, task_runner_class: Any) -> None:
+    import ray
+
+    from verl_omni.trainer.resources import start_ray
+
     started = not ray.is_initialized()
     if started:
         start_ray(config)

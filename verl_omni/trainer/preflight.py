@@ -2,8 +2,8 @@
 
 from omegaconf import DictConfig
 
-from verl_omni.trainer.diffusion.checkpointing import find_resume
 from verl_omni.trainer.diffusion.preparation import prepare_config
+from verl_omni.trainer.diffusion.resuming import Start, plan_start
 from verl_omni.utils.suggest import unknown
 from verl_omni.workers.config import validation_pipeline
 
@@ -14,12 +14,23 @@ TEMPLATE_ROOM = 64
 def preflight(config: DictConfig) -> DictConfig:
     """The resolved configuration; raises one clear line where the run could not work."""
     config = prepare_config(config)
-    find_resume(config.trainer.default_local_dir, config.trainer.resume_mode, config.trainer.resume_from_path)
     check_data(config)
     if config.algorithm.sample_source == "online":
         check_agent_loops(config)
         check_rewards(config)
     return config
+
+
+def check_start(config: DictConfig) -> Start:
+    """Which checkpoint the prepared run goes on from: it is whole, and of this run."""
+    from verl_omni.trainer.main_diffusion import load_datasets
+    from verl_omni.utils.dataset.prompt_loader import steps_for_epochs
+
+    data, trainer = config.data, config.trainer
+    total = trainer.total_training_steps
+    if total is None and not trainer.val_only:
+        total = steps_for_epochs(len(load_datasets(config)[0]), data.train_batch_size, trainer.total_epochs)
+    return plan_start(config, total or 0)
 
 
 def check_data(config: DictConfig) -> None:

@@ -27,6 +27,7 @@ from verl_omni.workers.config import (
     DiffusionRefConfig,
     DiffusionRolloutConfig,
 )
+from verl_omni.workers.engine.fsdp import checkpoint_io
 from verl_omni.workers.engine.fsdp.diffusers_impl import EngineRegistry, is_maximum
 from verl_omni.workers.first_ratio import ROLLOUT_RATIO, ROLLOUT_RATIO_MEAN, check_first_ratio
 from verl_omni.workers.losses import build_loss_function
@@ -263,6 +264,11 @@ class DiffusionWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, global_step: int = 0) -> None:
         self.engine.save_checkpoint(path, global_step=global_step)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def checkpoint_bytes(self) -> int:
+        """The size of what `save_checkpoint` would write now."""
+        return checkpoint_io.needed_bytes(self.engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:

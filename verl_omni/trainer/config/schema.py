@@ -115,11 +115,17 @@ class TrainerConfig:
     max_ckpt_to_keep: int | None = knob(None, "older checkpoints are deleted; null: keep all", least=1)
     resume_mode: str = knob(
         "auto",
-        "auto (from the last whole checkpoint in the folder), disable, or resume_path",
-        choices=("auto", "disable", "resume_path"),
+        "auto (go on from the folder's latest checkpoint), auto_previous (where that is damaged, from the one before), "
+        "disable (start from nothing; what is in the folder moves to earlier_N), or resume_path",
+        choices=("auto", "auto_previous", "disable", "resume_path"),
     )
     resume_from_path: str | None = knob(
         None, "checkpoint folder for resume_mode=resume_path", needs="trainer.resume_mode=resume_path"
+    )
+    resume_changes: str = knob(
+        "refuse",
+        "refuse or allow to go on from a checkpoint of a run with another algorithm, model, data, reward, ...",
+        choices=("refuse", "allow"),
     )
     log_val_images: int = knob(64, "validation images written to disk each time; -1: all", least=-1)
     nnodes: int = knob(1, "machines", least=1)

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,7 @@ import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platf
 from verl_omni.agent_loop.diffusion_agent_loop import DiffusionAgentLoopManager, side_by_side
 from verl_omni.algorithms.registry import get_algorithm
 from verl_omni.pipelines.model_base import DiffusionModelBase
-from verl_omni.trainer.diffusion import checkpointing
+from verl_omni.trainer.diffusion import checkpointing, run_record
 from verl_omni.trainer.diffusion.diffusion_metric_utils import (
     compute_data_metrics_diffusion,
     compute_mfu_metrics,
@@ -32,6 +33,7 @@ from verl_omni.trainer.diffusion.diffusion_metric_utils import (
     compute_timing_metrics_diffusion,
 )
 from verl_omni.trainer.diffusion.ordering import minibatch_order
+from verl_omni.trainer.diffusion.resuming import Start, plan_start
 from verl_omni.trainer.diffusion.validation import validation_metrics, write_validation
 from verl_omni.trainer.diffusion.zero_gradient import ZeroGradients
 from verl_omni.trainer.resources import rendezvous_ports, worker_environment
@@ -43,6 +45,8 @@ from verl_omni.utils.starts import note_start, typed_command
 from verl_omni.utils.tracking import Tracking, readable
 from verl_omni.workers.config import validation_pipeline
 from verl_omni.workers.losses import build_loss_function
+
+TRAINER = "trainer.json"  # of a checkpoint: where in the data the run is
 
 
 class BaseRayDiffusionTrainer:
@@ -64,6 +68,7 @@ class BaseRayDiffusionTrainer:
     ):
         self.config, self.tokenizer, self.processor = config, tokenizer, processor
         self.settings = OmegaConf.to_object(config)
+        self.record = run_record.describe(config)  # before anything is filled in: as a later start will see it
         self.role_worker_mapping = role_worker_mapping
         self.resource_pool_manager = resource_pool_manager
         self.ray_worker_group_cls = ray_worker_group_cls
@@ -208,26 +213,38 @@ class BaseRayDiffusionTrainer:
 
     def save_checkpoint(self) -> None:
         keep = self.config.trainer.max_ckpt_to_keep
-        with checkpointing.publish(self.run_dir, self.global_step, keep) as folder:
+        checkpointing.check_room(self.run_dir, self.actor_wg.checkpoint_bytes()[0])
+        with checkpointing.publish(self.run_dir, self.global_step, self.record, keep) as folder:
             self.actor_wg.save_checkpoint(str(folder), self.global_step)
-            state = {"global_step": self.global_step, "data": self.train_loader.state_dict()}
-            torch.save(state, folder / "trainer.pt")
+            (folder / TRAINER).write_text(json.dumps({"data": self.train_loader.state_dict()}))
 
-    def load_checkpoint(self) -> bool:
-        """Go on from the checkpoint that `trainer.resume_mode` names; False where there is none."""
-        trainer = self.config.trainer
-        path = checkpointing.find_resume(self.run_dir, trainer.resume_mode, trainer.resume_from_path)
-        if path is None:
-            return False
-        state = torch.load(path / "trainer.pt", weights_only=False)
-        self.actor_wg.load_checkpoint(str(path))
-        self.global_step = state["global_step"]
+    def load_checkpoint(self) -> Start:
+        """Go on from the checkpoint that `trainer.resume_mode` names, if there is one."""
+        start = plan_start(self.config, self.total_steps, self.record)
+        if start.source is None:
+            return start
+        self.actor_wg.load_checkpoint(str(start.source))
+        self.global_step = start.step
         if self.train_loader is None:
-            print(f"Validating {path}.", flush=True)
-            return True
-        self.train_loader.load_state_dict(state["data"])
-        print(f"Resuming from {path}: step {self.global_step} of {self.total_steps} is done.", flush=True)
-        return True
+            print(f"Validating {start.source}.", flush=True)
+            return start
+        state = json.loads((start.source / TRAINER).read_text())["data"]
+        other = self.train_loader.order_changes(state)
+        if other and self.config.trainer.resume_changes == "allow":
+            print(f"The prompts start at the beginning of a new order: {'; '.join(other)}.", flush=True)
+        else:
+            self.train_loader.load_state_dict(state)
+        print(f"Resuming from {start.source}: step {self.global_step} of {self.total_steps} is done.", flush=True)
+        return start
+
+    def _write_config(self, start: Start) -> None:
+        """`config.yaml` is that of the run's start; what changed later is written beside it, never over it."""
+        path = self.run_dir / "config.yaml"
+        if path.exists() and (start.source is not None or self.config.trainer.val_only):
+            if self.config.trainer.val_only or not start.changed:
+                return
+            path = path.with_name(f"config.step_{start.step}.yaml")
+        OmegaConf.save(self.config, path, resolve=True)
 
     # ---- the loop ------------------------------------------------------------------------------------
 
@@ -235,8 +252,10 @@ class BaseRayDiffusionTrainer:
         """Train to the last step: validate, save and log as the config says."""
         trainer = self.config.trainer
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        resumed = self.load_checkpoint()
-        OmegaConf.save(self.config, self.run_dir / "config.yaml", resolve=True)
+        start = self.load_checkpoint()
+        if not trainer.val_only:
+            checkpointing.begin(self.run_dir, start.source)
+        self._write_config(start)
         in_cluster = ray.get_runtime_context().get_actor_id() is not None  # then the command was typed elsewhere
         note_start(self.run_dir, self.global_step, None if in_cluster else typed_command())
         tracking = Tracking(
@@ -245,13 +264,13 @@ class BaseRayDiffusionTrainer:
             trainer.project_name,
             trainer.experiment_name,
             config=OmegaConf.to_container(self.config, resolve=True),
-            resumed_step=self.global_step if resumed else None,
+            resumed_step=start.step if start.source else None,
             total_steps=self.total_steps,
         )
         if (
             self.val_loader is not None
             and self.online
-            and (trainer.val_only or (trainer.val_before_train and not resumed))
+            and (trainer.val_only or (trainer.val_before_train and start.source is None))
         ):
             tracking.log(self.validate(), step=self.global_step)
         if not trainer.val_only:

@@ -1,71 +1,113 @@
-"""Checkpoints that are either whole or not there.
+"""The checkpoints of a run's folder: each is whole or not there, and all are of one run.
 
 A checkpoint is written under a temporary name and renamed when every part of it is on disk. A run that was killed in
 the middle of a save leaves only a temporary folder, which the next save removes.
+
+`latest_checkpointed_iteration.txt` names the step to go on from; 0 is a run that has none yet. A run that starts from
+nothing, or from an earlier step, first moves what is not its own past to `earlier_N`.
 """
 
-import os
+import errno
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-NAME = re.compile(r"global_step_(\d+)")
+from verl_omni.trainer.diffusion import manifest
+from verl_omni.trainer.diffusion.manifest import CheckpointError
+
+STEP = re.compile(r"global_step_(\d+)")
 LATEST = "latest_checkpointed_iteration.txt"
+MODES = ("auto", "auto_previous", "disable", "resume_path")
+# What else in a run's folder tells of the run, and moves with its checkpoints.
+RECORDS = ("config*.yaml", "metrics.jsonl", "starts.jsonl", "validation", "report.html")
 
 
 def whole_checkpoints(folder: str | Path) -> dict[int, Path]:
-    """Step -> folder, in ascending order."""
+    """Step -> folder, in ascending order. Nobody has looked into their files yet."""
+    return {step: path for step, path in _steps(folder).items() if (path / manifest.NAME).is_file()}
+
+
+def _steps(folder: str | Path) -> dict[int, Path]:
     found = {}
     for path in Path(folder).glob("global_step_*"):
-        match = NAME.fullmatch(path.name)
+        match = STEP.fullmatch(path.name)
         if match and path.is_dir():
             found[int(match[1])] = path
     return dict(sorted(found.items()))
 
 
+# ---- writing -----------------------------------------------------------------------------------------
+
+
 @contextmanager
-def publish(folder: str | Path, step: int, keep: int | None = None) -> Iterator[Path]:
-    """Write into the folder that this yields; it gets its name only if the block ends without an error."""
+def publish(folder: str | Path, step: int, run: dict[str, Any], keep: int | None = None) -> Iterator[Path]:
+    """Write into the folder that this yields; it gets its name only if the block ends without an error.
+
+    `run` says what wrote it, for a later start to compare itself with.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for rest in folder.glob(".*_global_step_*"):  # what a killed run left behind
         shutil.rmtree(rest)
     writing = folder / f".writing_global_step_{step}"
     writing.mkdir()
-    yield writing
-    _flush(writing)
+    try:
+        yield writing
+        manifest.write(writing, step, run)
+    except Exception as error:
+        shutil.rmtree(writing)
+        if _is_full(error):
+            raise CheckpointError(f"the disk of {folder} is full: {_last_whole(folder)}") from error
+        raise
     final = folder / f"global_step_{step}"
     if final.exists():
         _remove(final)
     writing.rename(final)
-    latest = folder / f".{LATEST}"
-    latest.write_text(str(step))
-    latest.replace(folder / LATEST)
-    _flush_folder(folder)
+    _set_latest(folder, step)
     if keep is not None:
         older = [path for number, path in whole_checkpoints(folder).items() if number < step]
         for old in older[: len(older) - (keep - 1)]:
             _remove(old)
 
 
-def find_resume(folder: str | Path, mode: str, path: str | None) -> Path | None:
-    """The checkpoint to go on from, or None for a start from nothing."""
-    if mode == "disable":
-        return None
-    if mode == "auto":
-        return next(reversed(whole_checkpoints(folder).values()), None)
-    if mode != "resume_path":
-        raise ValueError(f'trainer.resume_mode="{mode}": expected auto, disable or resume_path')
-    if not path:
-        raise ValueError("trainer.resume_mode=resume_path needs trainer.resume_from_path=<a global_step_N folder>")
-    chosen = Path(path).expanduser()
-    if not NAME.fullmatch(chosen.name) or not (chosen / "trainer.pt").is_file():
-        raise ValueError(
-            f'trainer.resume_from_path="{path}" is no checkpoint: expected a global_step_N folder that a run wrote'
+def check_room(folder: Path, needed: int) -> None:
+    """Refuse to begin a checkpoint that the disk has no room for."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise CheckpointError(
+            f"a checkpoint needs {_gigabytes(needed)} and the disk of {folder} has {_gigabytes(free)} left: "
+            f"{_last_whole(folder)}"
         )
-    return chosen
+
+
+def _last_whole(folder: Path) -> str:
+    whole = list(whole_checkpoints(folder).values())
+    state = f"the last whole checkpoint is {whole[-1]}" if whole else "no checkpoint is there yet"
+    return f"{state}. Make room, or keep fewer (trainer.max_ckpt_to_keep), and start the same command again"
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.3g} GB" if count >= 1e7 else f"{count / 1e6:.3g} MB"
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Whether a full disk is behind an error, which may come from another process or from safetensors' own code."""
+    full = (errno.ENOSPC, errno.EDQUOT)
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in full or any(f"os error {n})" in str(error) for n in full):
+            return True
+        error = getattr(error, "cause", None) or error.__cause__
+    return False
+
+
+def _set_latest(folder: Path, step: int) -> None:
+    latest = folder / f".{LATEST}"
+    latest.write_text(str(step))
+    latest.replace(folder / LATEST)
+    manifest.flush(folder)
 
 
 def _remove(checkpoint: Path) -> None:
@@ -75,18 +117,100 @@ def _remove(checkpoint: Path) -> None:
     shutil.rmtree(going)
 
 
-def _flush(folder: Path) -> None:
-    """What a power cut must not lose is on the disk, not only in the page cache."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as f:
-                os.fsync(f.fileno())
-    _flush_folder(folder)
+def begin(folder: str | Path, source: Path | None) -> None:
+    """Make the folder that of a run which goes on from `source`, or starts from nothing (None).
+
+    Checkpoints that are not its past are moved away: no later start may take them for its own.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    here = source is not None and source.resolve().parent == folder.resolve()
+    step = int(STEP.fullmatch(source.name)[1]) if here else 0
+    others = [path for number, path in _steps(folder).items() if number > step and any(path.iterdir())]
+    records = [path for pattern in RECORDS for path in folder.glob(pattern)] if others and not here else []
+    moved = [*records, *others]
+    if moved:
+        count = 1
+        while (earlier := folder / f"earlier_{count}").exists():
+            count += 1
+        earlier.mkdir()
+        names = ", ".join(path.name for path in others)
+        print(f"This run does not go on from {names}: moved to {earlier}, where nothing reads it.", flush=True)
+        if not here and (folder / LATEST).exists():
+            shutil.copy2(folder / LATEST, earlier)
+    _set_latest(folder, step)  # first: from now on nobody takes the others for this run's
+    for path in moved:
+        path.rename(earlier / path.name)
 
 
-def _flush_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+# ---- finding -----------------------------------------------------------------------------------------
+
+
+def find_resume(folder: str | Path, mode: str, path: str | None) -> tuple[Path | None, list[str]]:
+    """The checkpoint to go on from, checked, or None for a start from nothing; and what the user should know."""
+    if mode == "disable":
+        return None, []
+    if mode == "resume_path":
+        return _named(path), []
+    if mode not in MODES:
+        raise ValueError(f'trainer.resume_mode="{mode}": expected {", ".join(MODES[:-1])} or {MODES[-1]}')
+    folder = Path(folder).expanduser()
+    whole, notices = whole_checkpoints(folder), []
+    latest = _read_latest(folder, whole)
+    for step, other in _steps(folder).items():
+        if step not in whole and step != latest:
+            if not whole and (other / "trainer.pt").is_file():
+                manifest.read(other)  # says what it is
+            notices.append(f"{other} is no checkpoint (it holds no {manifest.NAME}) and is passed over.")
+    if latest == 0:
+        return None, notices
+    chosen = folder / f"global_step_{latest}"
+    before = [whole[step] for step in reversed(whole) if step < latest]
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        if not chosen.is_dir():
+            raise CheckpointError(f"{folder / LATEST} names {chosen.name}, which is not there")
+        manifest.check(chosen)
+        return chosen, notices
+    except CheckpointError as error:
+        if mode == "auto":
+            way = f"go on from {before[0]} with trainer.resume_mode=auto_previous, or " if before else ""
+            raise CheckpointError(f"{error}: {way}start anew with trainer.resume_mode=disable") from None
+        notices.append(f"{error}.")
+    for earlier in before:
+        try:
+            manifest.check(earlier)
+            return earlier, notices
+        except CheckpointError as error:
+            notices.append(f"{error}.")
+    raise CheckpointError(
+        f"{' '.join(notices)} No whole checkpoint is left: start anew with trainer.resume_mode=disable"
+    )
+
+
+def _read_latest(folder: Path, whole: dict[int, Path]) -> int:
+    try:
+        text = (folder / LATEST).read_text()
+    except FileNotFoundError:
+        if not whole:
+            return 0
+        text = ""
+    if not text.strip().isdecimal():
+        newest = next(reversed(whole.values()), folder / "global_step_N")
+        raise CheckpointError(
+            f"{folder / LATEST} {'names no step' if text else 'is missing'}: name the checkpoint to go on from with "
+            f"trainer.resume_mode=resume_path trainer.resume_from_path={newest}, or start anew with "
+            "trainer.resume_mode=disable"
+        )
+    return int(text)
+
+
+def _named(path: str | None) -> Path:
+    if not path:
+        raise ValueError("trainer.resume_mode=resume_path needs trainer.resume_from_path=<a global_step_N folder>")
+    chosen = Path(path).expanduser()
+    if not STEP.fullmatch(chosen.name) or not chosen.is_dir():
+        raise CheckpointError(
+            f'trainer.resume_from_path="{path}" is no checkpoint: expected a global_step_N folder that a run wrote'
+        )
+    manifest.check(chosen)
+    return chosen

@@ -74,9 +74,13 @@ class PromptDataLoader(StatefulDataLoader):
     def state_dict(self) -> dict:
         return {"order": self._order(), "loader": super().state_dict()}
 
-    def load_state_dict(self, state: dict) -> None:
+    def order_changes(self, state: dict) -> list[str]:
+        """Why a saved state is no place in this loader's order; nothing where it is one."""
         now = self._order()
-        changed = [f"{name} was {was} and is {now[name]}" for name, was in state["order"].items() if was != now[name]]
+        return [f"{name} was {was} and is {now[name]}" for name, was in state["order"].items() if was != now[name]]
+
+    def load_state_dict(self, state: dict) -> None:
+        changed = self.order_changes(state)
         if changed:
             raise ValueError(
                 f"cannot resume the order of prompts: {'; '.join(changed)}. Set it back, or start a new run"

@@ -1,0 +1,121 @@
+"""What a run is, as its checkpoints remember it, and what another start would change about it."""
+
+import hashlib
+import json
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_omni.trainer.config.schema import DiffusionTrainerConfig
+from verl_omni.utils.external_lib import _several
+from verl_omni.utils.knob import walk
+
+ARR = "actor_rollout_ref."
+# Knobs that do not change what is learned, or that people change on purpose in the middle of a run. They are named
+# when they change; any other is refused.
+MAY_CHANGE = (
+    *("trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir", "trainer.logger"),
+    *("trainer.total_*", "trainer.val_*", "trainer.test_freq", "trainer.save_*", "trainer.max_ckpt_to_keep"),
+    *("trainer.log_val_images", "trainer.nnodes", "trainer.n_gpus_per_node", "trainer.device", "trainer.profile_step"),
+    *("data.val_*", "reward.num_workers", "reward.batch_size", "ray.*", "recipe"),
+    *(f"{ARR}model.external_lib", f"{ARR}model.enable_gradient_checkpointing", f"{ARR}ref.*"),
+    *(f"{ARR}actor.optim.{name}" for name in ("lr", "lr_*", "total_training_steps", "fused")),
+    *(f"{ARR}actor.{name}" for name in ("ppo_micro_batch_size_per_gpu", "reuse_uncond", "checkpoint.*")),
+    *(f"{ARR}actor.fsdp_config.{name}" for name in ("fsdp_size", "reshard_after_forward", "use_torch_compile")),
+    *(f"{ARR}actor.fsdp_config.{name}" for name in ("compile_ahead", "fold_lora", "fused_gelu")),
+    *(f"{ARR}actor.fsdp_config.{name}" for name in ("attention_backend", "*_offload")),
+    *(f"{ARR}rollout.{name}" for name in ("max_num_seqs", "request_batch_max_wait_ms", "cfg_in_one_forward")),
+    *(f"{ARR}rollout.{name}" for name in ("compile_vae", "vae_tiling", "encoder_offload")),
+    *(f"{ARR}rollout.{name}" for name in ("val_kwargs.*", "agent.num_workers", "engine_kwargs")),
+)
+# The rollout's own, a second time; and how this start finds its checkpoint.
+NOT_COMPARED = (f"{ARR}model.pipeline", f"{ARR}model.algo", "trainer.resume_*")
+# Files and folders: what counts is what is in them, not where they lie.
+CONTENT = (
+    *(f"{ARR}model.{name}" for name in ("path", "lora_path", "config_path", "tokenizer_path")),
+    *("data.train_files", "reward.custom_reward_function.path", "reward.reward_manager.module.path"),
+)
+# A file counts whole up to this size, a larger one with its size and pieces from all over it.
+WHOLE_BYTES, PIECES, PIECE_BYTES = 2**24, 128, 2**16
+
+
+def describe(config: DictConfig) -> dict[str, Any]:
+    """Every knob with its value, and a digest of what files hold: plain data for JSON."""
+    settings = {name: _plain(OmegaConf.select(config, name)) for name, *_ in walk(DiffusionTrainerConfig)}
+    settings = {name: value for name, value in settings.items() if not _any(NOT_COMPARED, name)}
+    content = {name: digest(settings[name]) for name in CONTENT}
+    content[f"{ARR}model.external_lib"] = digest(_module_files(settings[f"{ARR}model.external_lib"]))
+    return json.loads(json.dumps({"settings": settings, "content": content}))
+
+
+def changes(then: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """(what may change, what may not), each as knob -> old and new value."""
+    defaults = {name: _plain(default) for name, default, *_ in walk(DiffusionTrainerConfig)}
+    may, may_not = {}, {}
+    for name, new in now["settings"].items():
+        old = then["settings"].get(name, defaults[name])  # a knob that is younger than the checkpoint
+        said = f"{name}: {_short(old)} -> {_short(new)}"
+        if name in now["content"]:
+            if now["content"][name] == then["content"].get(name):
+                continue
+            said = f"{name}: {_short(new)} has other content" if old == new else f"{said}, with other content"
+        elif old == new:
+            continue
+        (may if _any(MAY_CHANGE, name) else may_not)[name] = said
+    return may, may_not
+
+
+def digest(paths: str | list[str] | None) -> str | None:
+    """Of the files at these places, folders with all they hold; None where there is nothing."""
+    if paths is None:
+        return None
+    result = hashlib.sha256()
+    for root in map(Path, [paths] if isinstance(paths, str) else paths):
+        root = root.expanduser()
+        for path in _files(root):
+            result.update(f"{path.relative_to(root).as_posix()} {path.stat().st_size}\n".encode())
+            _sample(path, result)
+    return result.hexdigest()
+
+
+def _files(root: Path) -> list[Path]:
+    if not root.is_dir():
+        return [root] if root.is_file() else []
+    below = sorted(p for p in root.rglob("*") if p.is_file())
+    below = [p for p in below if not any(part.startswith(".") for part in p.relative_to(root).parts)]
+    if (root / "model_index.json").is_file():  # beside the components lie pictures and read-me files
+        below = [p for p in below if p.parent != root or p.name == "model_index.json"]
+    return below
+
+
+def _sample(path: Path, result: Any) -> None:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if size <= WHOLE_BYTES:
+            result.update(file.read())
+            return
+        for i in range(PIECES):
+            file.seek((size - PIECE_BYTES) * i // (PIECES - 1))
+            result.update(file.read(PIECE_BYTES))
+
+
+def _module_files(modules: str | list[str] | None) -> list[str] | None:
+    if modules is None:
+        return None
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in _several(modules)]
+    return [file for file in files if file]
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def _any(patterns: tuple[str, ...], name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _short(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
