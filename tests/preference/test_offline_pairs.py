@@ -1,6 +1,8 @@
 """prepare_offline_dpo and the data set that reads what it writes: what is cached, bad input, interruptions, pairs."""
 
 import json
+import os
+import pickle
 import re
 import subprocess
 import sys
@@ -266,3 +268,29 @@ def test_pairs_stay_together_through_shuffling_and_batching(tmp_path):
             assert batch["score"][2 * row : 2 * row + 2].tolist() == item["scores"].tolist()
         seen += batch["index"][::2].tolist()
     assert sorted(seen) == [0, 0, 1, 1, 2, 2]
+
+
+class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, proof: Path):
+        self.proof = str(proof)
+
+    def __reduce__(self):
+        return os.mkdir, (self.proof,)
+
+
+def test_a_cache_from_a_stranger_runs_nothing_and_is_refused_in_one_line(tmp_path):
+    data = write_jsonl(tmp_path / "data", pair_rows(tmp_path / "data"))
+    cache = prepare(tiny_checkpoint(), data, tmp_path / "out", 32, 32)
+    for name, said in (("shard_00000.safetensors", "is damaged"), ("manifest.json", "is cut off or overwritten")):
+        content = pickle.dumps(Payload(tmp_path / "ran"))
+        whole = (cache / name).read_bytes()
+        (cache / name).write_bytes(content.ljust(len(whole), b"\0"))
+        with pytest.raises(ValueError, match=said):
+            OfflinePairDataset(cache)
+        (cache / name).write_bytes(whole)
+    OfflinePairDataset(cache)
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(content)
+    assert (tmp_path / "ran").exists(), "the payload does run where a pickle is read"

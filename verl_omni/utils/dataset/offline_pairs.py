@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
@@ -32,7 +33,10 @@ class OfflinePairDataset(Dataset):
                 f'{key}="{folder}" holds no {MANIFEST}: offline training reads the folder that '
                 "`python -m verl_omni.utils.prepare_offline_dpo MODEL DATA FOLDER` writes"
             )
-        self.manifest = json.loads((self.folder / MANIFEST).read_text())
+        try:
+            self.manifest = dict(json.loads((self.folder / MANIFEST).read_text()))
+        except (ValueError, TypeError):
+            raise ValueError(f"{self.folder / MANIFEST} is cut off or overwritten: prepare it anew") from None
         if self.manifest.get("format") != FORMAT:
             raise ValueError(f"{self.folder} has format {self.manifest.get('format')}, not {FORMAT}: prepare it anew")
         self._places = []
@@ -40,6 +44,11 @@ class OfflinePairDataset(Dataset):
             path = self.folder / shard["file"]
             if not path.is_file() or path.stat().st_size != shard["bytes"]:
                 raise ValueError(f"{path} is missing or cut off: prepare {self.folder} anew")
+            try:
+                with safe_open(path, framework="pt"):  # reads the names of what is in it, and no tensor
+                    pass
+            except SafetensorError as error:
+                raise ValueError(f"{path} is damaged ({error}): prepare {self.folder} anew") from None
             self._places += [(path, i) for i in range(shard["pairs"])]
         self._open: tuple[Path, Any] | None = None
 
@@ -53,8 +62,6 @@ class OfflinePairDataset(Dataset):
         return {"index": index} | {name: tensors.get_tensor(f"{i}/{name}") for name in names}
 
     def _tensors(self, path: Path) -> Any:
-        from safetensors import safe_open
-
         if self._open is None or self._open[0] != path:
             self._open = (path, safe_open(path, framework="pt"))
         return self._open[1]
