@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl_omni.utils.tracking import Console, JsonLines, Tracking, read_metrics
+from verl_omni.utils.tracking import AddedLines, Console, JsonLines, Tracking, read_metrics
 
 
 def lines(path):
@@ -67,6 +67,18 @@ def test_a_step_logged_again_is_one_line_with_both(tmp_path, resumed):
     assert lines(path) == [*expected, {"step": 3, "data": {"x": 4}}]
     with pytest.raises(ValueError, match="step 2 logged after step 3"):
         log.log({"x": 0}, 2)
+
+
+def test_a_validation_adds_to_its_step_and_takes_nothing_away(tmp_path):
+    """Of a checkpoint in the middle of a run, where going on would cut off the rest."""
+    path = tmp_path / "m.jsonl"
+    log = JsonLines(path)
+    for step in (1, 2, 3):
+        log.log({"x": step}, step)
+    for step in (2, 0):
+        AddedLines(path).log({"val": 0.5}, step)
+    expected = [{"step": 0, "data": {"val": 0.5}}, {"step": 1, "data": {"x": 1}}]
+    assert lines(path) == [*expected, {"step": 2, "data": {"x": 2, "val": 0.5}}, {"step": 3, "data": {"x": 3}}]
 
 
 def test_a_run_from_the_start_keeps_the_older_file(tmp_path):

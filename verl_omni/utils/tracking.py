@@ -41,7 +41,8 @@ def known_backends() -> list[str]:
 class Tracking:
     """Hands each step's metrics to all backends of ``trainer.logger``.
 
-    ``resumed_step`` is the step of the checkpoint that the run goes on from, None for a run from the start.
+    ``resumed_step`` is the step of the checkpoint that the run goes on from, None for a run from the start. A run that
+    ``only_adds``, as validation does, leaves all that other starts have logged.
     TensorBoard and W&B write below ``run_dir`` unless ``TENSORBOARD_DIR`` or ``WANDB_DIR`` say otherwise; W&B needs no
     network with ``WANDB_MODE=offline``.
     """
@@ -55,6 +56,7 @@ class Tracking:
         config: Mapping[str, Any] | None = None,
         resumed_step: int | None = None,
         total_steps: int | None = None,
+        only_adds: bool = False,
     ):
         from verl.utils.tracking import Tracking as VerlTracking
 
@@ -71,7 +73,8 @@ class Tracking:
             self._theirs = VerlTracking(project_name, experiment_name, theirs, dict(config or {}))
         self._own = []
         if "jsonl" in backends:
-            self._own.append(JsonLines(run_dir / "metrics.jsonl", resumed_step))
+            path = run_dir / "metrics.jsonl"
+            self._own.append(AddedLines(path) if only_adds else JsonLines(path, resumed_step))
         if "console" in backends:
             self._own.append(Console(total_steps))
 
@@ -147,6 +150,23 @@ class JsonLines:
 
     def finish(self) -> None:
         self._file.close()
+
+
+class AddedLines(JsonLines):
+    """What a later look at one of a run's checkpoints measured, added to the line of its step; no line is lost."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        entries = {entry["step"]: entry["data"] for entry in (read_metrics(self.path) if self.path.exists() else [])}
+        entries[int(step)] = entries.get(step, {}) | {key: _finite(value) for key, value in data.items()}
+        new = self.path.with_suffix(".tmp")
+        new.write_bytes(b"".join(_line({"step": s, "data": entries[s]}) for s in sorted(entries)))
+        new.replace(self.path)
+
+    def finish(self) -> None:
+        pass
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

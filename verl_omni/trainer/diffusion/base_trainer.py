@@ -266,6 +266,7 @@ class BaseRayDiffusionTrainer:
             config=OmegaConf.to_container(self.config, resolve=True),
             resumed_step=start.step if start.source else None,
             total_steps=self.total_steps,
+            only_adds=trainer.val_only,
         )
         if (
             self.val_loader is not None
