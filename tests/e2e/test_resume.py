@@ -62,7 +62,7 @@ def interrupted(tmp_path_factory):
     with (run_dir / "metrics.jsonl").open("a") as lines:
         lines.write('{"step": 3, "da')  # a line that was being written
     output = Run(settings("run", *LEARNING), folder).succeed()
-    assert "Resuming from run/global_step_1" in output
+    assert "Resuming from run/global_step_1" in output and "has ended without a word: taking over" in output
     return run_dir
 
 
@@ -114,6 +114,13 @@ def test_the_weights_and_images_are_equal_bit_for_bit(uninterrupted, interrupted
     for path in (uninterrupted / "validation").rglob("*.png"):
         twin = interrupted / path.relative_to(uninterrupted)
         assert path.read_bytes() == twin.read_bytes()
+
+
+def test_a_finished_run_is_said_to_be_finished_and_stays_as_it_is(interrupted):
+    before = {path: path.stat().st_mtime_ns for path in interrupted.rglob("*")}
+    output = Run(settings("run", *LEARNING), interrupted.parent).succeed()
+    assert "The run in run is finished: all 3 steps are done" in output
+    assert {path: path.stat().st_mtime_ns for path in interrupted.rglob("*")} == before
 
 
 def test_nothing_of_the_broken_saves_is_left(interrupted):
