@@ -8,7 +8,13 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from verl_omni.utils.reward_score import check_settings, default_compute_score_image, get_reward_fn, register_reward
+from verl_omni.utils.reward_score import (
+    check_package,
+    check_settings,
+    default_compute_score_image,
+    get_reward_fn,
+    register_reward,
+)
 from verl_omni.utils.reward_score import ocr as ocr_module
 from verl_omni.utils.reward_score.images import to_rgb_array
 from verl_omni.utils.reward_score.ocr import (
@@ -180,6 +186,16 @@ def test_without_rapidocr_the_error_names_the_extra(monkeypatch):
     monkeypatch.setattr(ocr_module, "_readers", {})
     with pytest.raises(ImportError, match=r"pip install 'verl-omni\[rewards\]'"):
         read_text([line("407")], "line")
+
+
+def test_a_missing_package_is_told_before_a_run_starts(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for reward in ("ocr", "ocr_line"):
+        with pytest.raises(
+            ModuleNotFoundError, match=rf"\"{reward}\" needs rapidocr: pip install 'verl-omni\[rewards\]'"
+        ):
+            check_package(reward)
+    check_package("jpeg_compressibility")
 
 
 @needs_rapidocr

@@ -155,6 +155,7 @@ BAD = {
     "size": (
         lambda r, f: change(r, 2, chosen=write_image(f / "big.png", 9, (64, 48))), "image is 64 x 48, not 32 x 32",
     ),
+    "half a letter": (lambda r, f: change(r, 1, prompt="\ud83d"), r"line 2: .*letter 1 is .ud83d"),
     "empty prompt": (lambda r, f: change(r, 1, prompt=" "), "line 2: the prompt is empty"),
     "columns": (lambda r, f: [{"prompt": "a", "picture": "b"}], "columns prompt, picture: expected"),
 }  # fmt: skip

@@ -276,6 +276,7 @@ def test_what_cannot_be_called_is_refused_before_the_start(tmp_path):
     assert 'did you mean "prompts"' in refused(path)
     path.write_text("def compute_score(image, weight=1.0):\n    return 1.0\n")
     assert 'did you mean "weight"' in refused(path, kwargs={"wieght": 2.0})
+    assert "reward_kwargs.image would hide" in refused(path, kwargs={"image": 2.0})
     path.write_text("import not_there\n")
     assert "cannot be imported: ModuleNotFoundError: No module named 'not_there'" in refused(path)
 

@@ -56,6 +56,8 @@ class RewardFunction:
             if n not in known and parameters[n].default is inspect.Parameter.empty:
                 raise ValueError(f"reward function {name}: {unknown('parameter', n, known)}")
         for n in self.kwargs:
+            if n in (*SINGLE, *BATCHED, *SERVICES):
+                raise ValueError(f"reward function {name}: reward_kwargs.{n} would hide the run's own {n}")
             if n not in self.wanted and not self.accepts_any:
                 raise ValueError(f"reward function {name}: {unknown('reward_kwargs', n, self.wanted)}")
 

@@ -127,7 +127,7 @@ def check_rewards(config: DictConfig) -> None:
     import verl_omni.reward_loop.reward_manager  # noqa: F401  (registers "image")
     from verl_omni.reward_loop.reward_loop import load_custom_reward_function
     from verl_omni.trainer.main_diffusion import load_datasets
-    from verl_omni.utils.reward_score import check_settings, get_reward_fn
+    from verl_omni.utils.reward_score import check_package, check_settings, get_reward_fn
 
     check_reward_manager(config)
     scorers = config.reward.scorers
@@ -144,6 +144,7 @@ def check_rewards(config: DictConfig) -> None:
     sources = {dataset[i]["data_source"] for dataset in datasets for i in range(len(dataset))}
     for source in sources:
         get_reward_fn(source)
+        check_package(source)
     for name in scorers:
         if name not in sources:
             raise ValueError(f"reward.scorers.{name}: {unknown('data_source of the prompts', name, sources)}")

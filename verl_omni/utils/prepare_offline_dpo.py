@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from verl_omni.algorithms.registry import fill_nulls
 from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.pipelines.model_folder import check_model_folder
 from verl_omni.utils.dataset.offline_pairs import FORMAT, MANIFEST, OfflinePairDataset, model_fingerprint
 from verl_omni.utils.dataset.prompt_dataset import _read, user_text
 from verl_omni.workers.config import DiffusionModelConfig, DiffusionPipelineConfig
@@ -281,6 +282,7 @@ def prepare(
     """Make the cache `out` from the pairs in `data`; the folder, which may have been whole before."""
     pipeline = DiffusionPipelineConfig(height=height, width=width, max_sequence_length=max_sequence_length)
     config = DiffusionModelConfig(path=str(model), pipeline=pipeline)
+    check_model_folder(config)
     adapter = DiffusionModelBase.get_class(config)
     config.pipeline = fill_nulls(pipeline, adapter.pipeline_defaults, f"the pipeline defaults of {adapter.__name__}")
     multiple = adapter.vae_scale_factor(config) * adapter.size_multiple

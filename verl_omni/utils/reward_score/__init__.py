@@ -3,9 +3,9 @@
 from typing import Any
 
 from verl_omni.utils.reward_score import jpeg, ocr  # noqa: F401  (importing them registers their rewards)
-from verl_omni.utils.reward_score.registry import check_settings, get_reward_fn, register_reward
+from verl_omni.utils.reward_score.registry import check_package, check_settings, get_reward_fn, register_reward
 
-__all__ = ["check_settings", "default_compute_score_image", "get_reward_fn", "register_reward"]
+__all__ = ["check_package", "check_settings", "default_compute_score_image", "get_reward_fn", "register_reward"]
 
 
 def default_compute_score_image(

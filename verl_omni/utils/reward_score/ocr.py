@@ -141,7 +141,7 @@ def share_wrong_unless_contained(text: str, wanted: str) -> float:
     return 0.0 if wanted in text else min(edit_distance(text, wanted) / len(wanted), 1.0)
 
 
-@register_reward("ocr")
+@register_reward("ocr", package="rapidocr")
 def compute_score_ocr(
     images: list,
     ground_truths: list[str],
@@ -166,7 +166,7 @@ def compute_score_ocr(
     return _scores(images, ground_truths, "full", share_wrong, num_threads)
 
 
-@register_reward("ocr_line")
+@register_reward("ocr_line", package="rapidocr")
 def compute_score_ocr_line(
     images: list,
     ground_truths: list[str],

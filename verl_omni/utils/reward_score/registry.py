@@ -1,5 +1,6 @@
 """The rewards that a dataset's ``data_source`` column can name."""
 
+import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -11,9 +12,10 @@ from verl_omni.utils.suggest import unknown
 RewardFn = Callable[..., list[dict[str, Any]]]
 
 _REWARDS: Registry[RewardFn] = Registry("reward (data_source)")
+_PACKAGES: dict[str, str] = {}
 
 
-def register_reward(name: str) -> Callable[[RewardFn], RewardFn]:
+def register_reward(name: str, package: str | None = None) -> Callable[[RewardFn], RewardFn]:
     """Make a reward function available to rows whose ``data_source`` is ``name``.
 
     A reward function scores a batch:
@@ -23,11 +25,14 @@ def register_reward(name: str) -> Callable[[RewardFn], RewardFn]:
 
     and returns, in the order of the images, one dict each with a number under "score"; further entries are logged.
     Its keyword-only parameters are settings, `reward.scorers.<name>.<parameter>` in the configuration. Their
-    annotations are checked before a run starts: plain types, `Literal` and `Annotated[int, Range(least=1)]`.
+    annotations are checked before a run starts: plain types, `Literal` and `Annotated[int, Range(least=1)]`. So
+    is that the ``package`` is installed without which it cannot score.
     """
 
     def decorator(reward: RewardFn) -> RewardFn:
         _REWARDS.add(name, reward)
+        if package is not None:
+            _PACKAGES[name] = package
         return reward
 
     return decorator
@@ -36,6 +41,13 @@ def register_reward(name: str) -> Callable[[RewardFn], RewardFn]:
 def get_reward_fn(name: str) -> RewardFn:
     """The reward function registered under ``name``."""
     return _REWARDS.get(name)
+
+
+def check_package(name: str) -> None:
+    """The package that the reward needs is there, or one line says how to get it."""
+    package = _PACKAGES.get(name)
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise ModuleNotFoundError(f"the reward \"{name}\" needs {package}: pip install 'verl-omni[rewards]'")
 
 
 def check_settings(name: str, settings: Mapping[str, Any]) -> None:
