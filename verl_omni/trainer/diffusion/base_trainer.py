@@ -285,7 +285,8 @@ class BaseRayDiffusionTrainer:
         if checkpoint is not None:  # none with trainer.save_freq=0
             export = checkpoint / "export"
             found.append(f"weights in {export}" if export.is_dir() else f"checkpoint in {checkpoint}, no export")
-        if "jsonl" in self.config.trainer.logger:
+        metrics = self.run_dir / "metrics.jsonl"
+        if "jsonl" in self.config.trainer.logger and metrics.stat().st_size:  # empty: there was nothing to do
             found.append(f"report in {write_report(self.run_dir)}")
         return ", ".join(["Done: all of the run is in " + str(self.run_dir), *found])
 
