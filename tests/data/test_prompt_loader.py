@@ -3,7 +3,8 @@ import json
 from collections import Counter
 
 import pytest
-from torch.utils.data import Dataset
+import torch
+from torch.utils.data import Dataset, DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from verl_omni.utils.dataset import PromptDataset, create_dataloader, steps_for_epochs
 from verl_omni.utils.dataset.prompt_loader import EpochStream
@@ -86,6 +87,51 @@ def test_a_state_of_another_order_is_refused():
         create_dataloader(Numbers(10), 5, seed=2).load_state_dict(state)
     with pytest.raises(ValueError, match="number of prompts was 10 and is 9"):
         create_dataloader(Numbers(9), 4, seed=1).load_state_dict(state)
+
+
+SAMPLERS = {
+    "subset": lambda: SequentialSampler(range(4)),
+    "random": lambda: RandomSampler(range(10)),
+    "random, own generator": lambda: RandomSampler(range(10), generator=torch.Generator().manual_seed(3)),
+    "weighted": lambda: WeightedRandomSampler([1.0, 9.0, 5.0, 0.0], num_samples=7),
+    "told the epoch": lambda: DistributedSampler(range(10), num_replicas=2, rank=1, seed=4),
+    "endless": lambda: itertools.count(0, 3),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_users_sampler_says_the_order_and_resumes(name, workers):
+    size = 100 if name == "endless" else 10
+
+    def loader(batch_size=3):
+        return create_dataloader(Numbers(size), batch_size, seed=5, num_workers=workers, sampler=SAMPLERS[name]())
+
+    whole = numbers(iter(loader()), 9)
+    first = loader()
+    before = numbers(iter(first), 4)
+    state = first.state_dict()
+    torch.manual_seed(0)  # a new process
+    second = loader()
+    second.load_state_dict(state)
+    assert before + numbers(iter(second), 5) == whole
+    with pytest.raises(ValueError, match="data.train_batch_size was 3 and is 2"):
+        loader(2).load_state_dict(state)
+    with pytest.raises(ValueError, match="train_sampler was [A-Za-z]+ and is None"):
+        create_dataloader(Numbers(size), 3, seed=5).load_state_dict(state)
+
+
+def test_a_users_sampler_is_taken_at_its_word():
+    flat = [i for batch in numbers(iter(create_dataloader(Numbers(10), 3, sampler=[7, 7, 2, 9])), 4) for i in batch]
+    assert flat == [7, 7, 2, 9] * 3
+    one, other = (
+        numbers(iter(create_dataloader(Numbers(10), 5, seed=seed, sampler=RandomSampler(range(10)))), 4)
+        for seed in (0, 1)
+    )
+    assert sorted(one[0] + one[1]) == sorted(one[2] + one[3]) == list(range(10))
+    assert one[:2] != one[2:] and one != other
+    with pytest.raises(ValueError, match=r"train_sampler \(list\) gives no prompt at all"):
+        next(iter(create_dataloader(Numbers(10), 3, sampler=[])))
 
 
 def test_batch_larger_than_the_data_is_an_error_that_says_what_to_set(tmp_path):

@@ -86,11 +86,13 @@ class BaseRayDiffusionTrainer:
         self.train_loader = self.val_loader = None
         self.total_steps = 0
         if self.train_dataset is not None:
+            order = {"shuffle": data.shuffle, "seed": data.seed, "sampler": sampler}
             self.train_loader = create_dataloader(
-                self.train_dataset, data.train_batch_size, data.shuffle, data.seed, collate_fn=collate_fn
+                self.train_dataset, data.train_batch_size, collate_fn=collate_fn, **order
             )
+            epoch = len(sampler if hasattr(sampler, "__len__") else self.train_dataset)
             self.total_steps = trainer.total_training_steps or steps_for_epochs(
-                len(self.train_dataset), data.train_batch_size, trainer.total_epochs
+                epoch, data.train_batch_size, trainer.total_epochs
             )
         if self.val_dataset is not None:
             self.val_loader = create_val_dataloader(self.val_dataset, data.val_batch_size)

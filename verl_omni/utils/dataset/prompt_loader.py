@@ -7,12 +7,14 @@ last prompts of one epoch and the first of the next, so that
 - nothing is dropped and no batch is short: after k epochs' worth of samples every prompt was seen exactly k times;
 - no batch holds a prompt twice: those of the old epoch in the seam's batch come later in the new one.
 
-A stopped run goes on exactly where it was: the order is replayed from the seed up to the saved batch.
+A stopped run goes on exactly where it was: the order is replayed from the seed up to the saved batch. A sampler of the
+user's own is asked for epoch after epoch in the same way, and replayed too.
 """
 
+import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -35,6 +37,15 @@ class EpochStream(Sampler[list[int]]):
             )
         self.num_prompts, self.batch_size, self.shuffle, self.seed = num_prompts, batch_size, shuffle, seed
 
+    def order(self) -> dict[str, int | bool]:
+        """What the order depends on: a run that resumes has to have the same."""
+        return {
+            "number of prompts": self.num_prompts,
+            "data.train_batch_size": self.batch_size,
+            "data.shuffle": self.shuffle,
+            "data.seed": self.seed,
+        }
+
     def __iter__(self) -> Iterator[list[int]]:
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "order of prompts"))
         left: list[int] = []  # prompts of the epoch that are still to come
@@ -51,33 +62,70 @@ class EpochStream(Sampler[list[int]]):
             yield batch
 
 
+class SampledStream(Sampler[list[int]]):
+    """Endless batches of the prompt numbers that a user's sampler gives, epoch after epoch.
+
+    An epoch that ends (the sampler has a length) is drawn at once, with torch's generator seeded for it; a sampler with
+    a `set_epoch` is told the epoch.
+    """
+
+    def __init__(self, sampler: Iterable[int], num_prompts: int, batch_size: int, seed: int):
+        if batch_size < 1:
+            raise ValueError(f"data.train_batch_size={batch_size}: expected 1 or more")
+        self.sampler, self.num_prompts, self.batch_size, self.seed = sampler, num_prompts, batch_size, seed
+
+    def order(self) -> dict[str, int | str]:
+        return {
+            "number of prompts": self.num_prompts,
+            "data.train_batch_size": self.batch_size,
+            "data.seed": self.seed,
+            "train_sampler": type(self.sampler).__name__,
+        }
+
+    def __iter__(self) -> Iterator[list[int]]:
+        numbers = self._numbers()
+        while True:
+            yield list(itertools.islice(numbers, self.batch_size))
+
+    def _numbers(self) -> Iterator[int]:
+        for epoch in itertools.count():
+            number = None
+            for number in self._epoch(epoch):
+                yield int(number)
+            if number is None:
+                raise ValueError(f"train_sampler ({type(self.sampler).__name__}) gives no prompt at all")
+
+    def _epoch(self, epoch: int) -> Iterable[int]:
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+        if not hasattr(self.sampler, "__len__"):
+            return self.sampler
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(self.seed, "train_sampler", epoch))
+            return list(self.sampler)
+
+
 class PromptDataLoader(StatefulDataLoader):
     """An endless, resumable loader of training batches. Refuses a state that was saved for another order of prompts.
 
     Keep one iterator for the whole run: ``iter`` starts from the beginning, or from a state just loaded.
     """
 
-    def __init__(self, dataset: Dataset, stream: EpochStream, collate_fn: Callable = collate_fn, **kwargs):
+    def __init__(
+        self, dataset: Dataset, stream: EpochStream | SampledStream, collate_fn: Callable = collate_fn, **kwargs
+    ):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*set_vital.*")  # torchdata's, which nobody here can act on
             super().__init__(dataset, batch_sampler=stream, collate_fn=collate_fn, **kwargs)
 
-    def _order(self) -> dict[str, int | bool]:
-        stream = self.batch_sampler
-        return {
-            "number of prompts": stream.num_prompts,
-            "data.train_batch_size": stream.batch_size,
-            "data.shuffle": stream.shuffle,
-            "data.seed": stream.seed,
-        }
-
     def state_dict(self) -> dict:
-        return {"order": self._order(), "loader": super().state_dict()}
+        return {"order": self.batch_sampler.order(), "loader": super().state_dict()}
 
     def order_changes(self, state: dict) -> list[str]:
         """Why a saved state is no place in this loader's order; nothing where it is one."""
-        now = self._order()
-        return [f"{name} was {was} and is {now[name]}" for name, was in state["order"].items() if was != now[name]]
+        was, now = state["order"], self.batch_sampler.order()
+        names = [name for name in was | now if was.get(name) != now.get(name)]
+        return [f"{name} was {was.get(name)} and is {now.get(name)}" for name in names]
 
     def load_state_dict(self, state: dict) -> None:
         changed = self.order_changes(state)
@@ -95,10 +143,18 @@ def create_dataloader(
     seed: int = 0,
     num_workers: int = 0,
     collate_fn: Callable | None = None,
+    sampler: Iterable[int] | None = None,
 ) -> PromptDataLoader:
-    """Training batches without end; ``state_dict``/``load_state_dict`` resume exactly."""
+    """Training batches without end; ``state_dict``/``load_state_dict`` resume exactly.
+
+    ``sampler`` gives the numbers of the prompts of one epoch in place of ``shuffle``. To resume it has to give the same
+    again in a new process: by a seed of its own, or by torch's generator, which is seeded for every epoch.
+    """
     own = {} if collate_fn is None else {"collate_fn": collate_fn}
-    stream = EpochStream(len(dataset), batch_size, shuffle, seed)
+    if sampler is None:
+        stream = EpochStream(len(dataset), batch_size, shuffle, seed)
+    else:
+        stream = SampledStream(sampler, len(dataset), batch_size, seed)
     return PromptDataLoader(dataset, stream, num_workers=num_workers, **own)
 
 
