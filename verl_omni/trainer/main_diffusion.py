@@ -69,7 +69,9 @@ class TaskRunner:
     def run(self, config: DictConfig) -> None:
         from verl_omni.trainer.diffusion import ray_diffusion_trainer as trainers
         from verl_omni.utils.dataset.offline_pairs import collate_pairs
+        from verl_omni.utils.external_lib import import_external_lib
 
+        import_external_lib(config.actor_rollout_ref.model.external_lib)  # this may be a process of its own
         worker = self.add_actor_rollout_worker(config)
         self.add_ref_policy_worker(config, worker)
         self.add_reward_model_resource_pool(config)
@@ -122,10 +124,13 @@ def run_diffusion(config: DictConfig, task_runner_class: Any = None) -> None:
     from verl_omni.trainer.preflight import check_start, preflight
     from verl_omni.trainer.resources import choose_device
     from verl_omni.trainer.run_lock import run_lock
+    from verl_omni.utils.external_lib import with_registered
 
     check_groups(config)
+    model = config.actor_rollout_ref.model
     with config_writable(config):
         config.trainer.device = choose_device(config.trainer.device)
+        model.external_lib = with_registered(model.external_lib)
     config = preflight(config)
     with run_lock(config.trainer.default_local_dir):
         start = check_start(config)

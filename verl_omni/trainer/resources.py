@@ -5,6 +5,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import sysconfig
 import urllib.parse
 from typing import Any
 
@@ -104,11 +105,19 @@ def check_answers(address: str, seconds: float = 25) -> None:
         raise ValueError(mistake.format(last.strip().split(". ")[0]))
 
 
+def python_path() -> list[str]:
+    """Where this process finds modules, but for Python's own folders: a launcher may have added some."""
+    own = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    wanted = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
+    folders = [os.path.abspath(folder) for folder in wanted if os.path.isdir(folder)]
+    return list(dict.fromkeys(folder for folder in folders if not folder.startswith(own)))
+
+
 def ray_arguments(config: DictConfig) -> dict[str, Any]:
     """How to start Ray, or what to tell a running one. Worker processes see the same modules as this one."""
     environment = {
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")])),
+        "PYTHONPATH": os.pathsep.join(python_path()),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
     arguments = {"runtime_env": {"env_vars": environment}, "logging_level": "ERROR"}

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_omni.trainer.config.schema import DiffusionTrainerConfig
-from verl_omni.utils.external_lib import _several
+from verl_omni.utils.external_lib import module_names
 from verl_omni.utils.knob import walk
 
 ARR = "actor_rollout_ref."
@@ -105,7 +105,7 @@ def _sample(path: Path, result: Any) -> None:
 def _module_files(modules: str | list[str] | None) -> list[str] | None:
     if modules is None:
         return None
-    files = [getattr(sys.modules.get(name), "__file__", None) for name in _several(modules)]
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in module_names(modules)]
     return [file for file in files if file]
 
 
