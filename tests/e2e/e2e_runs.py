@@ -13,6 +13,7 @@ from pathlib import Path
 from tiny_models import tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
+COMMAND = ["-m", "verl_omni.trainer.main_diffusion"]
 LIMIT = 600  # seconds after which a run hangs
 
 
@@ -114,12 +115,12 @@ class Run:
     `env` is added to the environment; None takes a variable out of it.
     """
 
-    def __init__(self, arguments: list[str], folder: Path, **env: str | None):
+    def __init__(self, arguments: list[str], folder: Path, program: list[str] = COMMAND, **env: str | None):
         self.log = folder / "log.txt"
         path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
         environment = users_environment() | {"PYTHONPATH": path} | env
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "verl_omni.trainer.main_diffusion", *arguments],
+            [sys.executable, *program, *arguments],
             cwd=folder,
             env={name: value for name, value in environment.items() if value is not None},
             stdout=self.log.open("w"),

@@ -79,10 +79,10 @@ def test_a_pair_is_taken_once(adapters):
 
 
 def test_vllm_omni_is_told_of_in_one_honest_line(monkeypatch):
+    monkeypatch.setattr(VllmOmniPipelineBase, "registry", AdapterRegistry("vLLM-Omni rollout"))
     with pytest.raises(ValueError, match="no vLLM-Omni rollout adapter is registered for QwenImagePipeline") as caught:
         VllmOmniPipelineBase.get_class("QwenImagePipeline", "flow_grpo")
     assert "did you mean" not in str(caught.value) and "\n" not in str(caught.value)
-    monkeypatch.setattr(VllmOmniPipelineBase, "registry", AdapterRegistry("vLLM-Omni rollout"))
     mine = VllmOmniPipelineBase.register("QwenImagePipeline", algorithm="flow_grpo")(adapter("WithLogProb"))
     assert VllmOmniPipelineBase.get_class("QwenImagePipeline", "mix_grpo") is mine
 

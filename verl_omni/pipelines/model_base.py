@@ -81,9 +81,30 @@ class DiffusionModelBase(ABC):
         return set(OPTIONAL_PIPELINE_KNOBS)
 
     @classmethod
+    def brings(cls, method: str) -> bool:
+        """Whether this adapter has its own `method`, not the base class's."""
+        return inspect.getattr_static(cls, method) is not inspect.getattr_static(DiffusionModelBase, method)
+
+    @classmethod
+    def missing_for_rollout(cls) -> list[str]:
+        """What the embedded rollout engine needs and this adapter, which then only trains, does not have."""
+        needed = ("tokenize", "encode_prompt", "prepare_latents", "decode_latents")
+        return [method for method in needed if not cls.brings(method)]
+
+    @classmethod
     def vae_scale_factor(cls, model_config: DiffusionModelConfig) -> int:
         """Pixels a latent pixel, in each direction."""
-        return 2 ** (len(read_component_config(model_config.path, "vae")["block_out_channels"]) - 1)
+        vae = read_component_config(model_config.path, "vae")
+        if "scale_factor_spatial" in vae:  # Wan
+            return vae["scale_factor_spatial"]
+        if "temperal_downsample" in vae:  # Qwen-Image
+            return 2 ** len(vae["temperal_downsample"])
+        if "block_out_channels" in vae:
+            return 2 ** (len(vae["block_out_channels"]) - 1)
+        raise ValueError(
+            f"the config of the VAE in {model_config.path} does not say how many pixels a latent pixel is: give "
+            f"{cls.__name__} a classmethod vae_scale_factor"
+        )
 
     @classmethod
     def grid(cls, model_config: DiffusionModelConfig) -> tuple[int, int]:
@@ -209,8 +230,7 @@ class DiffusionModelBase(ABC):
     @classmethod
     def has_own_step(cls) -> bool:
         """Whether this adapter overrides `forward_and_sample_previous_step`: the rollout then asks it as well."""
-        name = "forward_and_sample_previous_step"
-        return inspect.getattr_static(cls, name) is not inspect.getattr_static(DiffusionModelBase, name)
+        return cls.brings("forward_and_sample_previous_step")
 
     # ---- the trained module --------------------------------------------------------------------------
 
@@ -251,7 +271,6 @@ class DiffusionModelBase(ABC):
         return load_tokenizers(model_config.tokenizer_path or model_config.path)
 
     @classmethod
-    @abstractmethod
     def tokenize(
         cls, tokenizers: dict[str, Any], prompt: str, max_sequence_length: int, images: list[Any] | None = None
     ) -> list[int]:
@@ -259,9 +278,9 @@ class DiffusionModelBase(ABC):
 
         `images` (PIL) are those that the prompt speaks of, for models that are conditioned on images.
         """
+        raise NotImplementedError(f"{cls.__name__} has no tokenize")
 
     @classmethod
-    @abstractmethod
     def encode_prompt(
         cls, pipe, prompt_ids: list[int], model_config: DiffusionModelConfig, images: list[Any] | None = None
     ) -> Conditions:
@@ -269,18 +288,19 @@ class DiffusionModelBase(ABC):
 
         One prompt at a time, so that its features do not depend on what else is in a batch.
         """
+        raise NotImplementedError(f"{cls.__name__} has no encode_prompt")
 
     @classmethod
-    @abstractmethod
     def prepare_latents(
         cls, pipe, module: torch.nn.Module, model_config: DiffusionModelConfig, generators: list[torch.Generator]
     ) -> torch.Tensor:
         """Initial noise in float32, one row a generator."""
+        raise NotImplementedError(f"{cls.__name__} has no prepare_latents")
 
     @classmethod
-    @abstractmethod
     def decode_latents(cls, pipe, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
         """Images (B, 3, H, W) or videos (B, F, 3, H, W) in [0, 1]."""
+        raise NotImplementedError(f"{cls.__name__} has no decode_latents")
 
     @classmethod
     def encode_image(cls, pipe, images: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:

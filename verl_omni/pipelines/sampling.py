@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
-from verl_omni.pipelines.schedulers.flow_match_sde import drawn_noise
+from verl_omni.pipelines.schedulers.flow_match_sde import drawn_noise, sqrt_neg_dt
 from verl_omni.workers.config import DiffusionModelConfig
 
 
@@ -126,7 +126,7 @@ def step_by_adapter(
         return adapter.forward_and_sample_previous_step(module, scheduler, config, inputs, negative, step, step=0)
 
     column = (-1, *[1] * (sample.ndim - 1))
-    sqrt_neg_dt = scheduler.sqrt_neg_dt(timestep).to(sample.device).reshape(column)
+    root = sqrt_neg_dt(scheduler, timestep).to(sample.device).reshape(column)
     drawn, log_probs, means = torch.empty_like(sample), sample.new_zeros(len(sample)), torch.empty_like(sample)
     for level in noise_level.unique().tolist():
         chosen = noise_level == level
@@ -134,7 +134,7 @@ def step_by_adapter(
         x_next = mean
         if level:
             noise = drawn_noise(mean, generators, chosen.float())
-            x_next = mean + std_dev_t * sqrt_neg_dt * noise
+            x_next = mean + std_dev_t * root * noise
             rows = chosen.to(sample.device)
             log_probs = torch.where(rows, judged(x_next, level)[0], log_probs)
         rows = chosen.to(sample.device).reshape(column)

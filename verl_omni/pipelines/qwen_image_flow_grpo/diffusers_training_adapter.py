@@ -11,7 +11,6 @@ from verl_omni.pipelines.utils import (
     dense_mask,
     encode_pixels,
     flow_shift,
-    read_component_config,
     takes_guidance,
     trim_padding,
 )
@@ -37,10 +36,6 @@ class QwenImage(DiffusionModelBase):
     @classmethod
     def pipeline_knobs(cls, model_config: DiffusionModelConfig) -> set[str]:
         return {"true_cfg_scale", "guidance_scale"} if takes_guidance(model_config) else {"true_cfg_scale"}
-
-    @classmethod
-    def vae_scale_factor(cls, model_config: DiffusionModelConfig) -> int:
-        return 2 ** len(read_component_config(model_config.path, "vae")["temperal_downsample"])
 
     @classmethod
     def set_timesteps(cls, scheduler, model_config: DiffusionModelConfig, device: torch.device | str) -> None:

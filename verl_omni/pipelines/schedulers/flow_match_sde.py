@@ -1,6 +1,7 @@
 """diffusers' flow-matching Euler scheduler with stochastic reverse steps and their log-probabilities."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
@@ -21,6 +22,42 @@ class FlowMatchSDEDiscreteSchedulerOutput(BaseOutput):
     std_dev_t: torch.Tensor
 
 
+# The schedule of any flow-matching scheduler, an adapter's own too: all they need are its `timesteps` and `sigmas`.
+
+
+def check_timesteps(scheduler: Any, timestep: torch.Tensor) -> None:
+    """Refuse timesteps that are not in the schedule, by exact comparison in float32."""
+    strangers = timestep[~torch.isin(timestep, scheduler.timesteps.to(timestep.device))].unique().tolist()
+    if strangers:
+        raise ValueError(
+            f"timesteps {strangers} are not in the schedule {scheduler.timesteps.tolist()}: pass values of "
+            "scheduler.timesteps, in float32"
+        )
+
+
+def step_sigmas(scheduler: Any, timestep: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
+    """σ and σ' of the steps that start at these timesteps, (B,) each, float32.
+
+    On a GPU a check would make the host wait for all work before: there a stranger's σ is NaN, and who has the
+    timesteps in CPU memory calls `check_timesteps`.
+    """
+    if len(scheduler.sigmas) != len(scheduler.timesteps) + 1:
+        raise RuntimeError("the scheduler has no schedule yet: call set_timesteps first")
+    timestep = torch.as_tensor(timestep, dtype=torch.float32, device=scheduler.timesteps.device).reshape(-1)
+    if timestep.device.type == "cpu":
+        check_timesteps(scheduler, timestep)
+    matches = timestep[:, None] == scheduler.timesteps[None, :]
+    index = matches.int().argmax(dim=1)
+    sigmas = scheduler.sigmas.to(index.device, torch.float32)
+    return torch.where(matches.any(dim=1), sigmas[index], torch.nan), sigmas[index + 1]
+
+
+def sqrt_neg_dt(scheduler: Any, timestep: torch.Tensor | float) -> torch.Tensor:
+    """√(-dt) of the steps that start at these timesteps, (B,)."""
+    sigma, sigma_next = step_sigmas(scheduler, timestep)
+    return (sigma - sigma_next).sqrt()
+
+
 class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
     """Same schedule and config as the parent, plus ``sample_previous_step``. It keeps no state between two steps, so
     that the samples of one batch may be at different timesteps."""
@@ -31,35 +68,13 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
         if not bool((self.timesteps.diff() < 0).all()):
             raise ValueError(f"timesteps have to decrease strictly, got {self.timesteps.tolist()}")
 
-    def check_timesteps(self, timestep: torch.Tensor) -> None:
-        """Refuse timesteps that are not in the schedule, by exact comparison in float32."""
-        strangers = timestep[~torch.isin(timestep, self.timesteps.to(timestep.device))].unique().tolist()
-        if strangers:
-            raise ValueError(
-                f"timesteps {strangers} are not in the schedule {self.timesteps.tolist()}: pass values of "
-                "scheduler.timesteps, in float32"
-            )
-
     def step_sigmas(self, timestep: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
-        """σ and σ' of the steps that start at these timesteps, (B,) each, float32.
-
-        On a GPU a check would make the host wait for all work before: there a stranger's σ is NaN, and who has the
-        timesteps in CPU memory calls `check_timesteps`.
-        """
-        if len(self.sigmas) != len(self.timesteps) + 1:
-            raise RuntimeError("the scheduler has no schedule yet: call set_timesteps first")
-        timestep = torch.as_tensor(timestep, dtype=torch.float32, device=self.timesteps.device).reshape(-1)
-        if timestep.device.type == "cpu":
-            self.check_timesteps(timestep)
-        matches = timestep[:, None] == self.timesteps[None, :]
-        index = matches.int().argmax(dim=1)
-        sigmas = self.sigmas.to(index.device, torch.float32)
-        return torch.where(matches.any(dim=1), sigmas[index], torch.nan), sigmas[index + 1]
+        """σ and σ' of the steps that start at these timesteps, (B,) each, float32."""
+        return step_sigmas(self, timestep)
 
     def sqrt_neg_dt(self, timestep: torch.Tensor | float) -> torch.Tensor:
         """√(-dt) of the steps that start at these timesteps, (B,)."""
-        sigma, sigma_next = self.step_sigmas(timestep)
-        return (sigma - sigma_next).sqrt()
+        return sqrt_neg_dt(self, timestep)
 
     def sample_previous_step(
         self,
@@ -99,6 +114,11 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
         log_prob = step.log_prob(prev_sample, mean, std_dev_t, sigma, sigma_next)
         output = FlowMatchSDEDiscreteSchedulerOutput(prev_sample, log_prob, mean, std_dev_t)
         return output if return_dict else output.to_tuple()
+
+
+def takes_own_steps(scheduler: Any) -> bool:
+    """Whether this scheduler knows step types that are not registered: it says itself how it steps."""
+    return type(scheduler).sample_previous_step is not FlowMatchSDEDiscreteScheduler.sample_previous_step
 
 
 def drawn_noise(like: torch.Tensor, generator: Generators, noise_level: torch.Tensor | float) -> torch.Tensor:

@@ -41,10 +41,6 @@ class Wan(DiffusionModelBase):
         return {"num_frames", "guidance_scale"} | ({"guidance_scale_2"} if two else set())
 
     @classmethod
-    def vae_scale_factor(cls, model_config: DiffusionModelConfig) -> int:
-        return read_component_config(model_config.path, "vae")["scale_factor_spatial"]
-
-    @classmethod
     def num_frames(cls, model_config: DiffusionModelConfig) -> int:
         return 81 if model_config.pipeline.num_frames is None else model_config.pipeline.num_frames
 

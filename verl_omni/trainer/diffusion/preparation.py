@@ -17,7 +17,8 @@ from verl_omni.algorithms.registry import (
 )
 from verl_omni.pipelines.model_base import OPTIONAL_PIPELINE_KNOBS, DiffusionModelBase
 from verl_omni.pipelines.model_folder import check_model_folder
-from verl_omni.pipelines.schedulers.steps import get_step, step_names
+from verl_omni.pipelines.schedulers.flow_match_sde import takes_own_steps
+from verl_omni.pipelines.schedulers.steps import Step, get_step, step_names
 from verl_omni.pipelines.schedulers.windows import check_window
 from verl_omni.trainer.config.algorithm import DiffusionAlgoConfig
 from verl_omni.trainer.config.keys import check_keys_of
@@ -79,15 +80,30 @@ def _check(settings: DiffusionTrainerConfig) -> None:
     loss = arr.actor.diffusion_loss
     get_diffusion_loss_fn(loss.loss_mode).check_extra(loss.extra, "actor_rollout_ref.actor.diffusion_loss.extra")
     adapter = DiffusionModelBase.get_class(arr.model)
+    _check_adapter(settings, adapter)
     adapter.check(arr.model)
     check_trainer_fits(settings)
-    _check_noise(settings)
+    _check_noise(settings, adapter)
     _check_guidance(settings, adapter)
     for where, pipeline in (("", arr.rollout.pipeline), ("val_kwargs.", validation_pipeline(arr.rollout))):
         _check_size(f"actor_rollout_ref.rollout.{where}pipeline", pipeline, adapter, arr.model)
         _check_reads(f"actor_rollout_ref.rollout.{where}pipeline", pipeline, adapter, arr.model)
     _check_numbers(settings)
     check_workers(settings)
+
+
+def _check_adapter(settings: DiffusionTrainerConfig, adapter: type[DiffusionModelBase]) -> None:
+    """It has the methods that this run calls."""
+    arr = settings.actor_rollout_ref
+    missing, caller = sorted(adapter.__abstractmethods__), "training"
+    if settings.algorithm.sample_source == "online" and arr.rollout.name == "diffusers":
+        missing += adapter.missing_for_rollout()
+        caller = "the embedded rollout engine (actor_rollout_ref.rollout.name=diffusers)"
+    if missing:
+        raise ValueError(
+            f"{adapter.__name__}, the adapter of {arr.model.architecture}, has no {', '.join(missing)}: {caller} calls "
+            "these classmethods; write them as docs/integrating_a_diffusion_model.md shows"
+        )
 
 
 def _check_guidance(settings: DiffusionTrainerConfig, adapter: type[DiffusionModelBase]) -> None:
@@ -99,11 +115,12 @@ def _check_guidance(settings: DiffusionTrainerConfig, adapter: type[DiffusionMod
         )
 
 
-def _check_noise(settings: DiffusionTrainerConfig) -> None:
+def _check_noise(settings: DiffusionTrainerConfig, adapter: type[DiffusionModelBase]) -> None:
     """Steps are as noisy as their type allows, and a policy gradient has noise to learn from."""
     rollout = settings.actor_rollout_ref.rollout
     algo, val = rollout.algo, rollout.val_kwargs
-    step, val_step = get_step(algo.sde_type), get_step(val.sde_type or algo.sde_type)
+    model = settings.actor_rollout_ref.model
+    step, val_step = (_step(name, adapter, model) for name in (algo.sde_type, val.sde_type or algo.sde_type))
     step.noise_levels.check(f"actor_rollout_ref.rollout.algo.noise_level (sde_type={step.name})", algo.noise_level)
     val_step.noise_levels.check(f"{VAL}.noise_level (sde_type={val_step.name})", val.noise_level)
     trained = settings.algorithm.trainer_type == "policy_gradient" and not settings.trainer.val_only
@@ -118,6 +135,13 @@ def _check_noise(settings: DiffusionTrainerConfig) -> None:
         raise ValueError(
             f"{VAL}.noise_level={val.noise_level} has no effect with sde_type={val_step.name}: set {VAL}.sde_type too"
         )
+
+
+def _step(sde_type: str, adapter: type[DiffusionModelBase], model: Any) -> Step:
+    """The step of that name. One that the adapter's own scheduler knows is taken to be as noisy as its level says."""
+    if sde_type in step_names() or not takes_own_steps(adapter.build_scheduler(model)):
+        return get_step(sde_type)
+    return Step(sde_type, lambda x, v, sigma, sigma_next, noise_level: (x, noise_level))
 
 
 def _check_reads(where: str, pipeline: DiffusionPipelineConfig, adapter: type[DiffusionModelBase], model: Any) -> None:

@@ -18,6 +18,7 @@ with warnings.catch_warnings():  # verl announces every engine whose package is 
 
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.sampling import transformer_inputs
+from verl_omni.pipelines.schedulers.flow_match_sde import check_timesteps, sqrt_neg_dt
 from verl_omni.pipelines.schedulers.steps import kl_std
 from verl_omni.utils.seeds import derive_seed
 from verl_omni.workers.config import CheckpointConfig, DiffusionModelConfig, FSDPConfig, OptimizerConfig
@@ -403,7 +404,7 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
     """Policy gradient: a forward re-evaluates stored reverse steps."""
 
     def check_batch(self, data: dict[str, torch.Tensor]) -> None:
-        self.scheduler.check_timesteps(data["all_timesteps"].float())
+        check_timesteps(self.scheduler, data["all_timesteps"].float())
 
     def trained_timesteps(self, data: dict[str, torch.Tensor]) -> torch.Tensor:
         return data["all_timesteps"].cpu()[pair_indices(data)]
@@ -425,7 +426,7 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
             scheduler_inputs={"sample": sample, "prev_sample": micro_batch["prev_latents"], "timestep": timestep},
             step=0,
         )
-        micro_batch["sqrt_dt"] = self.scheduler.sqrt_neg_dt(timestep)
+        micro_batch["sqrt_dt"] = sqrt_neg_dt(self.scheduler, timestep)
         in_kl = kl_std(self.model_config.algo.sde_type, std_dev_t, micro_batch["sqrt_dt"])
         return {"log_probs": log_probs, "prev_sample_mean": mean, "std_dev_t": std_dev_t, "kl_std": in_kl}
 
