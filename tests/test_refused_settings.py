@@ -115,7 +115,7 @@ def test_every_number_and_every_name_says_what_it_may_be():
         "data.train_files", "data.val_files", "recipe", "ray.address", "ray.timeline_json_file",
         "trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir", "trainer.resume_from_path",
         "reward.custom_reward_function.path", "reward.custom_reward_function.name", "reward.reward_manager.name",
-        "reward.reward_manager.module.path", "reward.reward_manager.module.name", "reward.reward_model.model_path",
+        "reward.reward_manager.module.path", "reward.reward_model.model_path",
         f"{MODEL}.path", f"{MODEL}.architecture", f"{MODEL}.external_lib", f"{MODEL}.tokenizer_path",
         f"{MODEL}.transformer_subfolder", f"{MODEL}.config_path", f"{MODEL}.lora_path", f"{MODEL}.target_modules",
         f"{MODEL}.pipeline", f"{MODEL}.algo", f"{MODEL}.algorithm", f"{ACTOR}.diffusion_loss.loss_mode",
@@ -156,6 +156,11 @@ def field_types(cls: type, prefix: str = ""):
         ([f"{ACTOR}.kl_loss_coef=0.1"], f"kl_loss_coef=0.1 has no effect with {ACTOR}.use_kl_loss=false"),
         ([f"{MODEL}.target_modules=[to_q]"], f"or set {MODEL}.lora_rank too"),
         (["trainer.resume_from_path=x/global_step_1"], "resume_from_path=x/global_step_1 has no effect"),
+        ([f"{MODEL}.algorithm=dpo", "algorithm.old_policy_decay=0.5"], 'algorithm "dpo" follows no old policy'),
+        ([f"{MODEL}.algorithm=awm", "algorithm.old_policy_update_interval=2"], "follows no old policy with these"),
+        ([f"{MODEL}.algorithm=dpo", "algorithm.adv_mode=binary"], 'loss "dpo" reads no advantages'),
+        ([f"{MODEL}.algo={{noise_level: 1}}"], f'Did you mean "{ROLLOUT}.algo.noise_level"?'),
+        (["reward.reward_manager.module.path=mine.py"], "has no effect with reward.reward_manager.source=register"),
     ],
 )
 def test_a_setting_without_effect(overrides, said):

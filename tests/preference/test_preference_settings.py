@@ -39,8 +39,15 @@ def test_one_flag_selects_trainer_sampler_and_paces(algorithm, schedule, paired)
     assert config.algorithm.old_policy_decay_schedule == schedule
     assert config.algorithm.paired_preference == paired
     assert (config.algorithm.timestep_distribution, config.algorithm.timestep_fraction) == ("uniform", 1.0)
-    given = prepared(algorithm, "algorithm.old_policy_decay_schedule=linear_to_0_5", "algorithm.timestep_fraction=0.5")
-    assert given.algorithm.old_policy_decay_schedule == "linear_to_0_5" and given.algorithm.timestep_fraction == 0.5
+    assert prepared(algorithm, "algorithm.timestep_fraction=0.5").algorithm.timestep_fraction == 0.5
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overrides"), [("diffusion_nft", []), ("awm", [f"+{ACTOR}.diffusion_loss.extra.ema_kl_beta=0.1"])]
+)
+def test_the_pace_of_an_old_policy_can_be_chosen_where_there_is_one(algorithm, overrides):
+    given = prepared(algorithm, "algorithm.old_policy_decay_schedule=linear_to_0_5", *overrides)
+    assert given.algorithm.old_policy_decay_schedule == "linear_to_0_5"
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,11 @@ class RewardFunctionConfig:
 
 @dataclass
 class ModuleConfig:
-    path: str | None = knob(None, "Python file of your own reward manager")
-    name: str | None = knob(None, "its class")
+    path: str | None = knob(
+        None,
+        "Python file of your own reward manager; reward.reward_manager.name is its class",
+        needs="reward.reward_manager.source=importlib",
+    )
 
 
 @dataclass

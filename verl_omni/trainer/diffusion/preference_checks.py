@@ -2,8 +2,9 @@
 
 import torch
 
-from verl_omni.algorithms.forward_process import draw_sigmas
-from verl_omni.algorithms.registry import get_diffusion_loss_fn
+from verl_omni.algorithms.forward_process import draw_sigmas, follows_old_policy
+from verl_omni.algorithms.registry import get_algorithm, get_diffusion_loss_fn
+from verl_omni.trainer.config.algorithm import DiffusionAlgoConfig
 from verl_omni.trainer.config.schema import DiffusionTrainerConfig
 
 # What each trainer's engine gives a loss to work with.
@@ -30,6 +31,21 @@ def check_trainer_fits(settings: DiffusionTrainerConfig) -> None:
         )
 
 
+def _check_old_policy(settings: DiffusionTrainerConfig) -> None:
+    """Knobs of an old policy are for those that have one: to sample with, or to stay close to."""
+    arr = settings.actor_rollout_ref
+    if follows_old_policy(arr.model.algorithm, arr.actor):
+        return
+    chosen = get_algorithm(arr.model.algorithm).algorithm
+    for name in ("old_policy_decay_schedule", "old_policy_decay", "old_policy_update_interval"):
+        value = getattr(settings.algorithm, name)
+        if value not in (chosen.get(name), getattr(DiffusionAlgoConfig, name)):
+            raise ValueError(
+                f'algorithm.{name}={value} has no effect: algorithm "{arr.model.algorithm}" follows no old policy with '
+                "these settings; leave it out"
+            )
+
+
 def check_preference(settings: DiffusionTrainerConfig) -> None:
     algorithm, arr = settings.algorithm, settings.actor_rollout_ref
     loss_fn = get_diffusion_loss_fn(arr.actor.diffusion_loss.loss_mode)
@@ -45,6 +61,12 @@ def check_preference(settings: DiffusionTrainerConfig) -> None:
         )
     steps = torch.linspace(1, 0, arr.rollout.pipeline.num_inference_steps + 1)[:-1]
     draw_sigmas(1, algorithm.timesteps_per_sample or 1, algorithm.timestep_distribution, schedule=steps)
+    _check_old_policy(settings)
+    if algorithm.adv_mode != "continuous" and "advantages" not in loss_fn.required_data_keys:
+        raise ValueError(
+            f"algorithm.adv_mode={algorithm.adv_mode} has no effect: loss "
+            f'"{arr.actor.diffusion_loss.loss_mode}" reads no advantages; leave it out'
+        )
     micro = arr.actor.ppo_micro_batch_size_per_gpu
     if micro < loss_fn.rows_per_unit:
         raise ValueError(

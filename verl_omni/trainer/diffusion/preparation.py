@@ -37,9 +37,9 @@ def prepare_config(config: DictConfig) -> DictConfig:
     import_external_lib(config.actor_rollout_ref.model.external_lib)
     check_keys_of(config)
     known = OmegaConf.merge(OmegaConf.structured(DiffusionTrainerConfig), config)
-    settings = _fill(OmegaConf.to_object(known))
+    given, settings = OmegaConf.to_object(known), _fill(OmegaConf.to_object(known))
     check_ranges(settings)
-    check_effect(given=OmegaConf.to_object(known), settings=settings)
+    check_effect(given, settings)
     _check(settings)
     return OmegaConf.structured(settings)
 
