@@ -1,5 +1,6 @@
 """A checkpoint knows which run wrote it: what another command would change is said before any worker starts."""
 
+import functools
 import json
 import shutil
 from fnmatch import fnmatchcase
@@ -17,17 +18,23 @@ from verl_omni.trainer import main_diffusion
 from verl_omni.trainer.config.schema import DiffusionTrainerConfig
 from verl_omni.trainer.diffusion import run_record
 from verl_omni.trainer.diffusion.checkpointing import publish
-from verl_omni.trainer.preflight import preflight
+from verl_omni.trainer.diffusion.preparation import prepare_config
+from verl_omni.trainer.diffusion.resuming import plan_start
 from verl_omni.utils.knob import walk
 
 A = "actor_rollout_ref."
 STEPS = 3
 
 
-def config(folder: Path, *overrides: str):
-    first = (f"{A}model.lora_rank=4", f"reward.custom_reward_function.path={folder}/reward.py", "trainer.device=cpu")
+def config(*overrides: str):
+    first = (f"{A}model.lora_rank=4", "reward.custom_reward_function.path=reward.py", "trainer.device=cpu")
     with initialize_config_module("verl_omni.trainer.config", version_base=None):
-        return compose("diffusion_trainer", run_settings(folder / "run", *first, *overrides))
+        return compose("diffusion_trainer", run_settings("run", *first, *overrides))
+
+
+@functools.cache
+def first_record():
+    return run_record.describe(prepare_config(config()))
 
 
 @pytest.fixture
@@ -38,15 +45,16 @@ def run(tmp_path, monkeypatch) -> Path:
         raise AssertionError("Ray was started")
 
     monkeypatch.setattr("ray.init", no_ray)
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "reward.py").write_text("def compute_score(image, gain=1):\n    return 0.5\n")
-    with publish(tmp_path / "run", STEPS, run_record.describe(preflight(config(tmp_path)))) as writing:
+    with publish(tmp_path / "run", STEPS, first_record()) as writing:
         (writing / "trainer.json").write_text("{}")
     (tmp_path / "run/config.yaml").write_text("of the first start")
     return tmp_path
 
 
-def start(folder: Path, *overrides: str) -> None:
-    main_diffusion.run_diffusion(config(folder, *overrides))
+def start(*overrides: str) -> None:
+    main_diffusion.run_diffusion(config(*overrides))
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -55,10 +63,8 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def test_the_same_command_again_says_that_it_is_finished(run, capsys):
     before = files(run)
-    start(run)
-    assert (
-        f"The run in {run}/run is finished: all 3 steps are done, and nothing was changed." in capsys.readouterr().out
-    )
+    start()
+    assert "The run in run is finished: all 3 steps are done, and nothing was changed." in capsys.readouterr().out
     assert files(run) == before
 
 
@@ -113,7 +119,7 @@ def test_another_run_is_refused(run, name):
     override = change(run) if callable(change) else change
     before = files(run)
     with pytest.raises(ValueError) as caught:
-        start(run, override, "trainer.total_training_steps=5")
+        plan_start(prepare_config(config(override)), total_steps=5)
     line = main_diffusion.users_mistake(caught.value)
     assert said in line and "trainer.resume_changes=allow" in line and "global_step_3" in line
     assert files(run) == before
@@ -123,17 +129,17 @@ def test_a_user_can_allow_it_or_start_anew(run):
     change, longer = f"{A}rollout.n=8", "trainer.total_training_steps=5"
     for way in ("trainer.resume_changes=allow", "trainer.resume_mode=disable"):
         with pytest.raises(AssertionError, match="Ray was started"):
-            start(run, change, longer, way)
+            start(change, longer, way)
     optimizer = (f"{A}actor.optim.optimizer=NAdam", longer, "trainer.resume_changes=allow")
     with pytest.raises(ValueError, match="to start the new one fresh, add .*load_contents"):
-        start(run, *optimizer)
+        start(*optimizer)
     with pytest.raises(AssertionError, match="Ray was started"):
-        start(run, *optimizer, f"{A}actor.checkpoint.load_contents=[model,extra]")
+        start(*optimizer, f"{A}actor.checkpoint.load_contents=[model,extra]")
 
 
 def test_what_may_change_is_said(run, capsys):
     with pytest.raises(AssertionError, match="Ray was started"):
-        start(run, f"{A}actor.optim.lr=0.5", "trainer.total_training_steps=5", "trainer.save_freq=2")
+        start(f"{A}actor.optim.lr=0.5", "trainer.total_training_steps=5", "trainer.save_freq=2")
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Changed since")]
     for said in ("optim.lr: 0.0001 -> 0.5", "trainer.total_training_steps: 3 -> 5", "trainer.save_freq: -1 -> 2"):
         assert said in line
@@ -143,25 +149,25 @@ def test_files_that_only_moved_are_the_same(run, capsys):
     shutil.copytree(tiny_checkpoint(), run / "copy")
     (run / "copy/README.md").write_text("a copy")
     shutil.move(run / "reward.py", run / "score.py")
-    start(run, f"{A}model.path={run}/copy", f"reward.custom_reward_function.path={run}/score.py")
+    start(f"{A}model.path={run}/copy", f"reward.custom_reward_function.path={run}/score.py")
     assert "is finished" in (out := capsys.readouterr().out) and "Changed" not in out
 
 
 def test_fewer_steps_than_were_done(run):
     with pytest.raises(ValueError, match="has 3 steps behind it, more than the 2 of this command"):
-        start(run, "trainer.total_training_steps=2")
+        start("trainer.total_training_steps=2")
 
 
 def test_validation_asks_only_for_the_same_model(run):
     with pytest.raises(AssertionError, match="Ray was started"):
-        start(run, "trainer.val_only=true", f"{A}rollout.n=8", other_reward(run), "data.train_files=null")
+        start("trainer.val_only=true", f"{A}rollout.n=8", other_reward(run), "data.train_files=null")
     with pytest.raises(ValueError, match="lora_alpha: 64 -> 32"):
-        start(run, "trainer.val_only=true", f"{A}model.lora_alpha=32")
+        start("trainer.val_only=true", f"{A}model.lora_alpha=32")
 
 
 def test_a_knob_that_is_younger_than_the_checkpoint(run):
     """An update adds and drops knobs: those that keep their default are no change."""
-    record = run_record.describe(preflight(config(run)))
+    record = run_record.describe(prepare_config(config()))
     older = json.loads(json.dumps(record))
     del older["settings"][f"{A}rollout.algo.same_initial_noise"], older["settings"]["trainer.seed"]
     older["settings"]["trainer.gone"] = 1

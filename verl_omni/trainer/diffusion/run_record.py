@@ -1,5 +1,6 @@
 """What a run is, as its checkpoints remember it, and what another start would change about it."""
 
+import functools
 import hashlib
 import json
 import sys
@@ -20,10 +21,11 @@ MAY_CHANGE = (
     *("trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir", "trainer.logger"),
     *("trainer.total_*", "trainer.val_*", "trainer.test_freq", "trainer.save_*", "trainer.max_ckpt_to_keep"),
     *("trainer.log_val_images", "trainer.nnodes", "trainer.n_gpus_per_node", "trainer.device", "trainer.profile_step"),
-    *("data.val_*", "reward.num_workers", "reward.batch_size", "ray.*", "recipe"),
+    *("data.val_*", "reward.num_workers", "reward.batch_size", "reward.timeout", "ray.*", "recipe"),
     *(f"{ARR}model.external_lib", f"{ARR}model.enable_gradient_checkpointing", f"{ARR}ref.*"),
     *(f"{ARR}actor.optim.{name}" for name in ("lr", "lr_*", "total_training_steps", "fused")),
     *(f"{ARR}actor.{name}" for name in ("ppo_micro_batch_size_per_gpu", "reuse_uncond", "checkpoint.*")),
+    f"{ARR}actor.first_ratio_tolerance",
     *(f"{ARR}actor.fsdp_config.{name}" for name in ("fsdp_size", "reshard_after_forward", "use_torch_compile")),
     *(f"{ARR}actor.fsdp_config.{name}" for name in ("compile_ahead", "fold_lora", "fused_gelu")),
     *(f"{ARR}actor.fsdp_config.{name}" for name in ("attention_backend", "*_offload")),
@@ -76,8 +78,9 @@ def digest(paths: str | list[str] | None) -> str | None:
     for root in map(Path, [paths] if isinstance(paths, str) else paths):
         root = root.expanduser()
         for path in _files(root):
-            result.update(f"{path.relative_to(root).as_posix()} {path.stat().st_size}\n".encode())
-            _sample(path, result)
+            stat = path.stat()
+            result.update(f"{path.relative_to(root).as_posix()} {stat.st_size}\n".encode())
+            result.update(_sample(path, stat.st_size, stat.st_mtime_ns))
     return result.hexdigest()
 
 
@@ -91,15 +94,17 @@ def _files(root: Path) -> list[Path]:
     return below
 
 
-def _sample(path: Path, result: Any) -> None:
-    size = path.stat().st_size
+@functools.lru_cache(maxsize=4096)  # the checks before a run and the run itself ask about the same files
+def _sample(path: Path, size: int, changed: int) -> bytes:
+    result = hashlib.sha256()
     with path.open("rb") as file:
         if size <= WHOLE_BYTES:
             result.update(file.read())
-            return
-        for i in range(PIECES):
-            file.seek((size - PIECE_BYTES) * i // (PIECES - 1))
-            result.update(file.read(PIECE_BYTES))
+        else:
+            for i in range(PIECES):
+                file.seek((size - PIECE_BYTES) * i // (PIECES - 1))
+                result.update(file.read(PIECE_BYTES))
+    return result.digest()
 
 
 def _module_files(modules: str | list[str] | None) -> list[str] | None:
