@@ -5,6 +5,7 @@ import json
 import shutil
 
 import pytest
+from ray.exceptions import RayTaskError
 
 from verl_omni.trainer.diffusion.checkpointing import begin, check_room, find_resume, publish, whole_checkpoints
 
@@ -223,7 +224,11 @@ def test_a_checkpoint_that_does_not_fit_is_not_begun(tmp_path):
         check_room(tmp_path, 2 * free)
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), Exception("I/O error (os error 28)")])
+FULL = OSError(errno.ENOSPC, "No space left")
+OF_A_WORKER = RayTaskError("save", "its traceback", FULL).as_instanceof_cause()
+
+
+@pytest.mark.parametrize("error", [FULL, OF_A_WORKER, Exception("I/O error (os error 28)")])
 def test_a_disk_that_fills_up_meanwhile(tmp_path, error):
     save(tmp_path, 1)
     with pytest.raises(ValueError, match="is full: the last whole checkpoint is .*global_step_1. Make room") as caught:
