@@ -37,8 +37,21 @@ def test_one_of_two_workers_is_killed(tmp_path):
     run = Run(settings("run", "trainer.n_gpus_per_node=2", "reward.custom_reward_function.path=reward.py"), tmp_path)
     assert run.wait() > 0
     killed = (tmp_path / "killed").read_text()
-    assert re.search(rf"DiffusionWorker[\s\S]*pid: {killed}\b|pid={killed}\b[\s\S]*DiffusionWorker", run.output())
+    *_, last = run.output().splitlines()
+    died = rf"error: model worker \d \(pid {killed}\) died during the .+: it was killed, or it crashed; nothing"
+    assert re.match(died, last) and last.endswith("; details in run/run.log")
+    assert "Traceback" not in run.output() and "raylet" not in run.output()
+    assert "Traceback" in (tmp_path / "run/run.log").read_text()
     assert not os.path.exists(f"/proc/{killed}")
+
+
+def test_a_reward_that_ends_its_process_is_one_line(tmp_path):
+    (tmp_path / "reward.py").write_text("import os\n\ndef compute_score(prompt):\n    os._exit(1)\n")
+    run = Run(settings("run", "reward.custom_reward_function.path=reward.py"), tmp_path)
+    assert run.wait() == 1
+    *_, last = run.output().splitlines()
+    assert re.match(r"error: reward process 0 \(pid \d+\) died during the (validation|rewards)\b", last)
+    assert "Traceback" not in run.output()
 
 
 def test_a_failing_reward_ends_the_run_with_one_line(tmp_path):

@@ -69,7 +69,7 @@ def interrupted(tmp_path_factory):
 def test_a_run_leaves_what_the_documentation_promises(uninterrupted):
     names = {path.name for path in uninterrupted.iterdir()}
     assert names == {
-        "config.yaml", "metrics.jsonl", "validation", "latest_checkpointed_iteration.txt",
+        "config.yaml", "metrics.jsonl", "run.log", "validation", "latest_checkpointed_iteration.txt",
         "global_step_2", "global_step_3", "starts.jsonl", "report.html",
     }  # fmt: skip
     said = "Done: all of the run is in run, weights in run/global_step_3/export, report in run/report.html"

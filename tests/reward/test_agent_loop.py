@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from unittest import mock
 
 import numpy as np
@@ -80,7 +81,6 @@ def run(data, score, generate=None, servers=1, reward_workers=1, then=None, **se
     manager = object.__new__(DiffusionAgentLoopManager)  # its own __init__ starts processes
     manager.num_servers, manager.num_reward_workers = servers, max(1, reward_workers)
     manager.max_num_seqs = tree.actor_rollout_ref.rollout.max_num_seqs
-    manager._thread = mock.Mock(submit=lambda work: mock.Mock(result=work))
     manager.workers = [Remote(generate_images=worker.generate_images, collect_scores=worker.collect_scores)]
     if then is None:
         assign(data, servers, manager.num_reward_workers, manager.max_num_seqs)
@@ -182,6 +182,20 @@ def test_trajectories_are_there_before_the_scores():
     assert output.batch["rm_scores"][:, 0].tolist() == [0.0, 1.0]
     assert output.batch["final_latents"][:, 0].tolist() == [0.0, 1.0]
     assert set(output.meta_info["timing"]) == {"images", "rewards"}
+
+
+def test_nobody_waits_for_scores_in_a_thread():
+    """A thread that waits for Ray at the end of the process would keep it from ending."""
+    half = DataProto.from_dict(tensors={"x": torch.zeros(2)}, meta_info={"timing": {}})
+    manager = object.__new__(DiffusionAgentLoopManager)
+    manager.num_servers = manager.num_reward_workers = manager.max_num_seqs = 1
+    manager.workers = [Remote(generate_images=lambda batch: half, collect_scores=lambda only: half)]
+    waits = []
+    with mock.patch("ray.get", lambda calls: waits.append(threading.current_thread()) or calls):
+        _, collect = manager.generate_images(batch(["mine"] * 2))
+        assert waits == [threading.main_thread()]
+        collect()
+    assert waits == [threading.main_thread()] * 2
 
 
 def test_a_failing_reward_does_not_wait_for_the_other_images():

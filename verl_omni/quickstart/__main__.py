@@ -7,6 +7,7 @@ Further arguments are overrides of the training config, such as trainer.total_tr
 
 import argparse
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -34,9 +35,9 @@ def main() -> None:
         f"    {shown(command)}\n",
         flush=True,
     )
-    result = subprocess.run(command)
-    if result.returncode:
-        sys.exit(result.returncode)
+    code = train(command)
+    if code:
+        sys.exit(code)
     print("\nNumbers that were never trained on, before and after\n")
     print(format_before_after_table(run_dir))
     report = run_dir / "report.html"
@@ -46,6 +47,19 @@ def main() -> None:
     for checkpoint in list(whole_checkpoints(run_dir).values())[-1:]:  # none with trainer.save_freq=0
         print(f"Trained weights: {checkpoint / 'export'}")
     print(f"Whole quickstart: {time.time() - began:.0f} s. To train on from here:\n\n    {shown(longer)}\n")
+
+
+def train(command: list[str]) -> int:
+    """On a Ctrl-C, which reaches it too, the training saves and ends by itself. A SIGTERM is handed on to it."""
+    training = subprocess.Popen(command)
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: training.terminate()),
+    }
+    code = training.wait()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    return code
 
 
 def training_command(data_dir: Path, run_dir: Path, overrides: list[str]) -> list[str]:

@@ -7,17 +7,21 @@
 """
 
 import dataclasses
+import os
 import sys
 from typing import Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 import verl_omni
-from verl_omni.trainer import hydra_errors
+from verl_omni.trainer import hydra_errors, interrupts, supervisor
 from verl_omni.trainer.config import schema
 from verl_omni.trainer.config.keys import check_keys, is_open
+from verl_omni.trainer.failures import in_one_line, innermost, know, one_line, users_mistake
+from verl_omni.trainer.progress import progress, tell
+from verl_omni.trainer.run_log import log_traceback, terminal
+from verl_omni.trainer.supervisor import last_words
 
 schema.register()
 
@@ -66,7 +70,20 @@ class TaskRunner:
             spec["reward_pool"] = [reward.n_gpus_per_node] * reward.nnodes
         return DeviceResourcePoolManager(resource_pool_spec=spec, mapping=self.mapping)
 
+    def report(self) -> dict[str, Any]:
+        """Where the run is."""
+        return {"stage": progress.stage, "step": progress.step, "done": progress.done}
+
+    def stop(self) -> bool:
+        """Finish the step, save, and end."""
+        interrupts.request_stop()
+        return True
+
     def run(self, config: DictConfig) -> None:
+        with in_one_line():
+            self._run(config)
+
+    def _run(self, config: DictConfig) -> None:
         from verl_omni.trainer.diffusion import ray_diffusion_trainer as trainers
         from verl_omni.utils.dataset.offline_pairs import collate_pairs
         from verl_omni.utils.external_lib import import_external_lib
@@ -93,6 +110,8 @@ class TaskRunner:
         trainer.init_workers()
         trainer.fit()
         trainer.shutdown()
+        if trainer.stopped:
+            raise interrupts.Stopped(f"stopped after step {trainer.global_step} of {trainer.total_steps}")
 
 
 def load_datasets(config: DictConfig) -> tuple[Any, Any]:
@@ -115,10 +134,11 @@ def load_datasets(config: DictConfig) -> tuple[Any, Any]:
     return train, val
 
 
-def run_diffusion(config: DictConfig, task_runner_class: Any = None) -> None:
+def run_diffusion(config: DictConfig, task_runner_class: Any = None, quiet: bool = False) -> None:
     """Check the configuration, start Ray and train.
 
     A cluster of our own needs no extra process for the driver; on a running cluster the runner is a Ray actor.
+    With `quiet`, what libraries and workers have to say goes to `run.log` in the run's folder.
     """
     from verl_omni.trainer.diffusion.resuming import finished
     from verl_omni.trainer.preflight import check_start, preflight
@@ -139,26 +159,36 @@ def run_diffusion(config: DictConfig, task_runner_class: Any = None) -> None:
         if start.finished:
             print(finished(start), flush=True)
         else:
-            _run_on_ray(config, task_runner_class)
+            _run_on_ray(config, task_runner_class, quiet)
 
 
-def _run_on_ray(config: DictConfig, task_runner_class: Any) -> None:
+def _run_on_ray(config: DictConfig, task_runner_class: Any, quiet: bool) -> None:
     import ray
 
     from verl_omni.trainer.resources import start_ray
+    from verl_omni.trainer.run_log import keep_daemons_quiet, open_run_log
 
+    run_dir = os.path.expanduser(config.trainer.default_local_dir)
+    if quiet:
+        open_run_log(run_dir)
+    tell(run_dir=run_dir, resume_mode=config.trainer.resume_mode, stage="start of Ray")
     started = not ray.is_initialized()
-    if started:
-        start_ray(config)
     try:
-        if task_runner_class is not None:
-            ray.get(task_runner_class.remote().run.remote(config))
-        elif config.ray.address is not None:
-            ray.get(ray.remote(TaskRunner).remote().run.remote(config))
-        else:
-            TaskRunner().run(config)
-        if config.ray.timeline_json_file:
-            ray.timeline(filename=config.ray.timeline_json_file)
+        with in_one_line():
+            if started:
+                start_ray(config)
+            if quiet:
+                keep_daemons_quiet()
+            interrupts.listen()
+            if task_runner_class is not None:
+                ray.get(task_runner_class.remote().run.remote(config))
+            elif config.ray.address is not None:
+                run_on_cluster(config)
+            else:
+                TaskRunner().run(config)
+            if config.ray.timeline_json_file:
+                ray.timeline(filename=config.ray.timeline_json_file)
+        tell(over=0)
     finally:
         if started:
             ray.shutdown()
@@ -173,6 +203,20 @@ def check_groups(config: DictConfig) -> None:
         )
 
 
+def run_on_cluster(config: DictConfig) -> None:
+    """The runner as an actor; this process hands its reports on, and a signal to it."""
+    import ray
+
+    runner = ray.remote(TaskRunner).options(max_concurrency=2).remote()  # it reports while it runs
+    know("runner", [runner])
+    running, told = runner.run.remote(config), False
+    while not ray.wait([running], timeout=1)[0]:
+        tell(**ray.get(runner.report.remote()))
+        if interrupts.stop_requested() and not told:
+            told = ray.get(runner.stop.remote())
+    ray.get(running)
+
+
 def config_writable(config: DictConfig) -> Any:
     from omegaconf import open_dict
 
@@ -182,32 +226,36 @@ def config_writable(config: DictConfig) -> Any:
 @hydra.main(config_path="config", config_name="diffusion_trainer", version_base=None)
 def _hydra_main(config: DictConfig) -> None:
     try:
-        run_diffusion(config)
+        run_diffusion(config, quiet=not hydra_errors.TRACEBACKS)
+    except KeyboardInterrupt:
+        end(f"stopped by Ctrl-C during the {progress.where()}", interrupts.exit_code())
+    except interrupts.Stopped as stopped:
+        end(one_line(innermost(stopped)), interrupts.exit_code())
     except Exception as error:
         line = users_mistake(error)
         if line is None or hydra_errors.TRACEBACKS:
             raise
-        sys.exit(f"error: {line}")
+        if progress.run_dir is not None:
+            log_traceback(error)
+        end(f"error: {line}", 1)
 
 
-def users_mistake(error: Exception) -> str | None:
-    """The one line that says it all: for what is found before the workers start, and for any process's `RunError`."""
-    from ray.exceptions import RayError, RayTaskError
+def end(line: str, code: int) -> None:
+    """The last line of a run that did not come to its end, and its exit code."""
+    print(f"{line}{last_words(progress)}", file=terminal(), flush=True)
+    tell(over=code, last=None)
+    sys.exit(code)
 
-    from verl_omni.utils.errors import RunError
 
-    if isinstance(error, RunError):
-        while isinstance(error, RayTaskError):
-            error = error.cause
-        return str(error)
-    known = (ValueError, FileNotFoundError, ModuleNotFoundError, NotImplementedError, OmegaConfBaseException)
-    if isinstance(error, known) and not isinstance(error, RayError):
-        return " ".join(str(error).split())
-    return None
+def command() -> None:
+    """`python -m verl_omni.trainer.main_diffusion`, and `verl-omni`: the run in a process that this one watches."""
+    if not hydra_errors.TRACEBACKS:
+        supervisor.watch()
+    main()
 
 
 def main() -> None:
-    """Entry point: `python -m verl_omni.trainer.main_diffusion`."""
+    """The command in this process, for a launcher of your own."""
     if {"--help", "-h"} & set(sys.argv[1:]):
         print_help()
         return
@@ -247,4 +295,4 @@ def with_plus(argument: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    command()

@@ -115,6 +115,9 @@ class TrainerConfig:
     val_only: bool = knob(False, "validate and stop")
     test_freq: int = knob(-1, "steps between validations; -1: only at the end; 0: never", least=-1)
     save_freq: int = knob(-1, "steps between checkpoints; -1: only at the end; 0: never", least=-1)
+    save_minutes: float = knob(
+        15.0, "minutes after which a step is saved too; the next checkpoint replaces it; 0: never", least=0
+    )
     max_ckpt_to_keep: int | None = knob(None, "older checkpoints are deleted; null: keep all", least=1)
     resume_mode: str = knob(
         "auto",

@@ -5,10 +5,8 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import ray
@@ -34,9 +32,14 @@ from verl_omni.trainer.diffusion.diffusion_metric_utils import (
 )
 from verl_omni.trainer.diffusion.ordering import minibatch_order
 from verl_omni.trainer.diffusion.resuming import Start, plan_start
+from verl_omni.trainer.diffusion.saving import Saving, is_due
 from verl_omni.trainer.diffusion.validation import validation_metrics, write_validation
 from verl_omni.trainer.diffusion.zero_gradient import ZeroGradients
+from verl_omni.trainer.failures import know
+from verl_omni.trainer.interrupts import stop_requested
+from verl_omni.trainer.progress import progress, tell, timer
 from verl_omni.trainer.resources import rendezvous_ports, worker_environment
+from verl_omni.trainer.run_log import terminal
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.dataset.prompt_loader import create_dataloader, create_val_dataloader, steps_for_epochs
 from verl_omni.utils.report import write_report
@@ -79,6 +82,7 @@ class BaseRayDiffusionTrainer:
         self.run_dir = Path(config.trainer.default_local_dir).expanduser()
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         self.global_step = 0
+        self.saving = Saving(self.settings.trainer)
         self._create_dataloaders(collate_fn, train_sampler)
 
     def _create_dataloaders(self, collate_fn: Any, sampler: Sampler | None) -> None:
@@ -101,6 +105,7 @@ class BaseRayDiffusionTrainer:
 
     def init_workers(self) -> None:
         """Start the workers that hold the model; for online sampling also the rewards and the agent loops."""
+        tell(stage="loading of the model")
         self._set_schedule_length()
         self.resource_pool_manager.create_resource_pool()
         pool = self.resource_pool_manager.get_resource_pool(Role.ActorRollout)
@@ -112,6 +117,7 @@ class BaseRayDiffusionTrainer:
             worker_env=worker_environment(self.device_name, self.config.trainer.n_gpus_per_node),
             master_port_range=rendezvous_ports(),
         )
+        know("model worker", self.actor_wg.workers)
         self.reward_loop_manager = self.agent_loop_manager = None
         if self.online:
             from verl_omni.reward_loop import RewardLoopManager
@@ -121,6 +127,8 @@ class BaseRayDiffusionTrainer:
             self.agent_loop_manager = DiffusionAgentLoopManager(
                 self.config, self.actor_wg.workers, self.reward_loop_manager.reward_loop_worker_handles
             )
+            know("reward process", self.reward_loop_manager.reward_loop_workers)
+            know("agent process", self.agent_loop_manager.workers)
         self.actor_wg.init_model()
 
     def _set_schedule_length(self) -> None:
@@ -213,12 +221,15 @@ class BaseRayDiffusionTrainer:
 
     # ---- checkpoints ---------------------------------------------------------------------------------
 
-    def save_checkpoint(self) -> None:
+    def save_checkpoint(self, last: bool = False) -> None:
         keep = self.config.trainer.max_ckpt_to_keep
         checkpointing.check_room(self.run_dir, self.actor_wg.checkpoint_bytes()[0])
         with checkpointing.publish(self.run_dir, self.global_step, self.record, keep) as folder:
             self.actor_wg.save_checkpoint(str(folder), self.global_step)
             (folder / TRAINER).write_text(json.dumps({"data": self.train_loader.state_dict()}))
+            if not self.saving.is_asked_for(self.global_step, last):
+                self.saving.mark(folder)
+        self.saving.saved(self.run_dir, self.global_step)
 
     def load_checkpoint(self) -> Start:
         """Go on from the checkpoint that `trainer.resume_mode` names, if there is one."""
@@ -254,6 +265,7 @@ class BaseRayDiffusionTrainer:
         """Train to the last step: validate, save and log as the config says."""
         trainer = self.config.trainer
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        tell(stage="loading of the checkpoint")
         start = self.load_checkpoint()
         if not trainer.val_only:
             checkpointing.begin(self.run_dir, start.source)
@@ -275,11 +287,18 @@ class BaseRayDiffusionTrainer:
             and self.online
             and (trainer.val_only or (trainer.val_before_train and start.source is None))
         ):
-            tracking.log(self.validate(), step=self.global_step)
+            with timer({}, "testing"):
+                tracking.log(self.validate(), step=self.global_step)
         if not trainer.val_only:
             self._train(tracking)
         tracking.finish()
-        print(self._where_things_are(), flush=True)
+        if not self.stopped:
+            print(self._where_things_are(), flush=True)
+
+    @property
+    def stopped(self) -> bool:
+        """Asked to end before its last step."""
+        return stop_requested() and self.global_step < self.total_steps
 
     def _where_things_are(self) -> str:
         """One line for the end of a run: its weights, its report and its folder."""
@@ -294,9 +313,11 @@ class BaseRayDiffusionTrainer:
 
     def _train(self, tracking: Tracking) -> None:
         batches, zero_gradients = iter(self.train_loader), ZeroGradients()
-        with tqdm(total=self.total_steps, initial=self.global_step, desc="training", unit="step") as bar:
-            while self.global_step < self.total_steps:
+        shown = {"total": self.total_steps, "initial": self.global_step, "desc": "training", "unit": "step"}
+        with tqdm(**shown, file=terminal()) as bar:
+            while self.global_step < self.total_steps and not stop_requested():
                 timing: dict[str, float] = {}
+                tell(stage="training", step=self.global_step + 1)
                 profiled = self.global_step + 1 == self.config.trainer.profile_step
                 if profiled:
                     self.actor_wg.start_profile()
@@ -321,15 +342,16 @@ class BaseRayDiffusionTrainer:
                 metrics["training/global_step"] = self.global_step
                 tracking.log(metrics, step=self.global_step)
                 # After the line is written: a run that goes on from this checkpoint keeps all lines up to it.
-                if is_due(self.global_step, self.config.trainer.save_freq, last):
+                if self.saving.is_due(self.global_step, last):
                     saving: dict[str, float] = {}
                     with timer(saving, "save_checkpoint"):
-                        self.save_checkpoint()
+                        self.save_checkpoint(last)
                     tracking.log({"timing_s/save_checkpoint": saving["save_checkpoint"]}, step=self.global_step)
                 reward = metrics.get("critic/rewards/mean")  # cached pairs have none
                 shown = {} if reward is None else {"reward": readable(reward)}
                 bar.set_postfix(shown | {"step": f"{timing['step']:.1f}s"})
                 bar.update()
+                tell(done=progress.done + 1)
                 if stalled:
                     zero_gradients.end(metrics, self.global_step)
 
@@ -358,15 +380,3 @@ class BaseRayDiffusionTrainer:
         minis = len(batch) // (actor.ppo_mini_batch_size * samples_per_prompt)
         batch.meta_info = {"num_mini_batches": minis, "epochs": actor.ppo_epochs}
         return self.actor_wg.update_actor(batch)[0]
-
-
-def is_due(step: int, every: int, last: bool) -> bool:
-    """-1: only after the last step. 0: never. N: every N steps and after the last."""
-    return every != 0 and (last or (every > 0 and step % every == 0))
-
-
-@contextmanager
-def timer(timing: dict[str, float], name: str) -> Iterator[None]:
-    start = perf_counter()
-    yield
-    timing[name] = timing.get(name, 0.0) + perf_counter() - start

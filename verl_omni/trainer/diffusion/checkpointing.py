@@ -64,13 +64,13 @@ def publish(folder: str | Path, step: int, run: dict[str, Any], keep: int | None
         raise
     final = folder / f"global_step_{step}"
     if final.exists():
-        _remove(final)
+        remove(final)
     writing.rename(final)
     _set_latest(folder, step)
     if keep is not None:
         older = [path for number, path in whole_checkpoints(folder).items() if number < step]
         for old in older[: len(older) - (keep - 1)]:
-            _remove(old)
+            remove(old)
 
 
 def check_room(folder: Path, needed: int) -> None:
@@ -110,7 +110,7 @@ def _set_latest(folder: Path, step: int) -> None:
     manifest.flush(folder)
 
 
-def _remove(checkpoint: Path) -> None:
+def remove(checkpoint: Path) -> None:
     """Take its name away first: a checkpoint that is half deleted must not look whole."""
     going = checkpoint.with_name(f".removing_{checkpoint.name}")
     checkpoint.rename(going)

@@ -11,8 +11,9 @@ from verl_omni.algorithms.forward_process import draw_sigmas, follows_old_policy
 from verl_omni.algorithms.old_policy import old_policy_decay
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.trainer.config.schema import DiffusionTrainerConfig
-from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer, timer
+from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
 from verl_omni.trainer.diffusion.ordering import deal_units
+from verl_omni.trainer.progress import timer
 from verl_omni.utils.arrays import object_array
 
 # What a rollout brings beside final latents and text features; the loss sees none of it.

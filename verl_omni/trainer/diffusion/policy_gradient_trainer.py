@@ -12,8 +12,9 @@ from verl_omni.algorithms.registry import estimate_advantages
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.schedulers.windows import sde_window
 from verl_omni.trainer.config.algorithm import DiffusionAlgoConfig
-from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer, timer
+from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
 from verl_omni.trainer.diffusion.ordering import train_steps
+from verl_omni.trainer.progress import timer
 from verl_omni.utils.arrays import object_array
 
 

@@ -1,0 +1,43 @@
+"""When to save: at the steps that were asked for, in between by the clock, and when the run is asked to stop."""
+
+import time
+from pathlib import Path
+
+from verl_omni.trainer.config.schema import TrainerConfig
+from verl_omni.trainer.diffusion import checkpointing
+from verl_omni.trainer.interrupts import stop_requested
+
+IN_BETWEEN = "in_between.txt"
+
+
+def is_due(step: int, every: int, last: bool) -> bool:
+    """-1: only after the last step. 0: never. N: every N steps and after the last."""
+    return every != 0 and (last or (every > 0 and step % every == 0))
+
+
+class Saving:
+    """Says whether a checkpoint is due. One that no `save_freq` asks for is replaced by the next."""
+
+    def __init__(self, trainer: TrainerConfig):
+        self.every, self.minutes = trainer.save_freq, trainer.save_minutes
+        self._last = time.monotonic()
+
+    def is_due(self, step: int, last: bool) -> bool:
+        return self.is_asked_for(step, last) or (self.every != 0 and (stop_requested() or self._clock_is_up()))
+
+    def is_asked_for(self, step: int, last: bool) -> bool:
+        return is_due(step, self.every, last)
+
+    def _clock_is_up(self) -> bool:
+        return self.minutes > 0 and time.monotonic() - self._last >= 60 * self.minutes
+
+    def mark(self, folder: Path) -> None:
+        """Into a checkpoint that is being written: it is not one of those that the user asked for."""
+        (folder / IN_BETWEEN).write_text("saved by trainer.save_minutes or on a signal; the next one replaces it\n")
+
+    def saved(self, folder: Path, step: int) -> None:
+        """A whole checkpoint is there: older ones in between are not needed any more."""
+        self._last = time.monotonic()
+        for number, path in checkpointing.whole_checkpoints(folder).items():
+            if number < step and (path / IN_BETWEEN).exists():
+                checkpointing.remove(path)

@@ -1,0 +1,112 @@
+"""An error that ends a run as one line: what was wrong in the user's words, or which process died at what."""
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_omni.trainer.interrupts import Stopped, exit_code
+from verl_omni.trainer.progress import progress, tell
+from verl_omni.utils.errors import RunError
+
+# Their text says all that a user needs. Others are shown with their type.
+PLAIN = (ValueError, FileNotFoundError, ModuleNotFoundError, NotImplementedError, OmegaConfBaseException)
+
+_processes: dict[str, str] = {}  # Ray's id of an actor -> what we call it
+
+
+def know(name: str, actors: Iterable[Any]) -> None:
+    """Call these processes `name 0`, `name 1`, ..., should one of them die."""
+    for i, actor in enumerate(actors):
+        _processes[actor._actor_id.hex()] = f"{name} {i}"
+
+
+@contextmanager
+def in_one_line() -> Iterator[None]:
+    """Whatever fails in here is raised as a `RunError`, while Ray is still there to be asked who died."""
+    try:
+        yield
+    except Stopped as stopped:
+        tell(over=exit_code(), last=one_line(innermost(stopped)))
+        raise
+    except Exception as error:
+        line = what_failed(error)
+        tell(over=1, last=f"error: {line}")
+        if isinstance(error, RunError):
+            raise
+        raise RunError(line) from error
+
+
+def users_mistake(error: BaseException) -> str | None:
+    """The line of what is found before the workers start, and of any process's `RunError`."""
+    from ray.exceptions import RayError
+
+    if isinstance(error, RunError) or isinstance(error, PLAIN) and not isinstance(error, RayError):
+        return one_line(innermost(error))
+    return None
+
+
+def what_failed(error: BaseException) -> str:
+    """Any failure of a run that has started its processes."""
+    line = users_mistake(error)
+    if line is not None:
+        return line
+    dead = who_died(error)
+    if dead:
+        return f"{' and '.join(dead)} died during the {progress.where()}: it was killed, or it crashed"
+    cause = innermost(error)
+    if is_out_of_memory(cause) or isinstance(cause, PLAIN):
+        return one_line(cause)
+    return f"{type(cause).__name__} during the {progress.where()}: {one_line(cause)}"
+
+
+def who_died(error: BaseException) -> list[str]:
+    """Our processes that ended by themselves. One rank's death can reach us first as another rank's lost connection."""
+    from ray.exceptions import RayActorError, RayTaskError
+
+    deaths = [e for e in chain(error) if isinstance(e, RayActorError) and not e.actor_init_failed]
+    broken = isinstance(innermost(error), RuntimeError | ConnectionError) and isinstance(error, RayTaskError)
+    deadline = time.monotonic() + (5 if deaths or broken else 0)
+    while True:
+        dead = [f"{name} (pid {pid})" for name, pid in dead_processes()]
+        if dead or time.monotonic() > deadline:
+            return dead
+        time.sleep(0.2)
+
+
+def dead_processes() -> Iterator[tuple[str, int]]:
+    import ray._private.state
+
+    for actor, name in _processes.items():
+        state = ray._private.state.actors(actor)
+        if state.get("State") == "DEAD":
+            yield name, state.get("Pid", 0)
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it wraps: Ray puts another around it in each process that it passes."""
+    while error is not None:
+        yield error
+        error = getattr(error, "cause", None) or error.__cause__
+
+
+def innermost(error: BaseException) -> BaseException:
+    """The error as it was raised, in whatever process."""
+    from ray.exceptions import RayTaskError
+
+    while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
+        error = error.cause
+    return error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    return type(error).__name__ == "OutOfMemoryError"
+
+
+def one_line(error: BaseException) -> str:
+    from ray.exceptions import RayError
+
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[-1] if isinstance(error, RayError) else " ".join(lines)  # Ray's last line is the error itself

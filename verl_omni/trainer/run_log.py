@@ -1,0 +1,48 @@
+"""What is for the user goes to the terminal, the rest to a file in the run's folder."""
+
+import os
+import shlex
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, TextIO
+
+_terminal: TextIO | None = None
+
+
+def terminal() -> TextIO:
+    """Where progress and last words are shown."""
+    return _terminal or sys.stderr
+
+
+def open_run_log(folder: str | Path) -> None:
+    """From here on stderr is `run.log`: that of Python, of the libraries below it, and what Ray brings from workers."""
+    global _terminal
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    log = os.open(Path(folder) / "run.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stderr.flush()
+    _terminal = _terminal or os.fdopen(os.dup(2), "w", buffering=1)
+    os.dup2(log, 2)
+    os.close(log)
+    print(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(sys.orig_argv)}", file=sys.stderr, flush=True)
+
+
+def keep_daemons_quiet() -> None:
+    """What workers print is shown; what Ray's own daemons print counts as stderr. To be called after ray.init."""
+    from ray._private.ray_logging import global_worker_stdstream_dispatcher as streams
+
+    name = "ray_print_logs"
+    shown = [show for known, show in streams.handlers if known == name]
+
+    def show_workers(data: dict[str, Any]) -> None:
+        for show in shown:
+            show(data | {"is_err": data["is_err"] or data["pid"] == "raylet"})
+
+    streams.remove_handler(name)
+    streams.add_handler(name, show_workers)
+
+
+def log_traceback(error: BaseException) -> None:
+    traceback.print_exception(error, file=sys.stderr)
+    sys.stderr.flush()

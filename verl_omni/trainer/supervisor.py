@@ -1,0 +1,174 @@
+"""The command itself: a small process that starts the run, watches it, and ends everything that it started.
+
+Ray, torch and a user's code can hang, crash or be killed in ways that leave them no last word, and Ray's daemons can
+outlive a driver that is stopped while it starts them. This process imports none of that. It knows from the run's
+reports where it is, so that a signal can wait for the end of a step, and the death of the driver is one line.
+"""
+
+import ctypes
+import json
+import os
+import select
+import signal
+import sys
+import time
+
+from verl_omni.trainer import progress as reports
+from verl_omni.trainer.progress import Progress
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SECONDS_TO_END = 60.0  # for Ray to shut down, once the run is over
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def watch() -> None:
+    """Go on in a new process, which this one watches to its end: the call returns in the new one only."""
+    reader, writer = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # what loses its parent becomes our child, and can be ended
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        os.setsid()  # a Ctrl-C is for the watching process alone
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        reports.report_to(writer)
+        return
+    os.close(writer)
+    code = Supervisor(child, reader).wait()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+class Supervisor:
+    """Waits for a run. The first signal lets it finish its step and save, if it has anything to lose."""
+
+    def __init__(self, child: int, reader: int):
+        self.child, self.reader = child, reader
+        self.progress = Progress()
+        self.stopped_by: int | None = None
+        self._unread = b""
+        self._wakeup, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end)
+        for number in STOPS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                signal.signal(number, lambda *_: None)
+
+    def wait(self) -> int:
+        """The exit code, once nothing of the run is left."""
+        over_since = None
+        while True:
+            ready, _, _ = select.select([self.reader, self._wakeup], [], [], 1.0)
+            if self.reader in ready and not self._read():
+                break  # every process that could report has ended
+            if self._wakeup in ready:
+                for number in os.read(self._wakeup, 100):
+                    if number in STOPS and self._stop(number):
+                        return self._stopped_at_once()
+            if self.progress.over is not None:
+                over_since = over_since or time.monotonic()
+                if time.monotonic() - over_since > SECONDS_TO_END:
+                    break
+            if os.waitid(os.P_PID, self.child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                while select.select([self.reader], [], [], 0)[0] and self._read():
+                    pass
+                break
+        return self._ended()
+
+    def _read(self) -> bool:
+        data = os.read(self.reader, 65536)
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            self.progress = Progress(**json.loads(line))
+        return bool(data)
+
+    def _stop(self, number: int) -> bool:
+        """True where the run is to end at once: there is nothing to save, or the user insists."""
+        again, self.stopped_by = self.stopped_by is not None, number
+        if again or not self.progress.done or self.progress.over is not None:
+            return True
+        say("stopping: this step will be finished and saved (once more to stop at once)")
+        os.kill(self.child, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+        return False
+
+    def _stopped_at_once(self) -> int:
+        end_children()
+        if self.progress.over is not None:
+            return self._said()
+        say(f"stopped by {name(self.stopped_by)} during the {self.progress.where()}{last_words(self.progress)}")
+        return 128 + self.stopped_by
+
+    def _ended(self) -> int:
+        end, deadline = None, time.monotonic() + 5
+        while end is None and time.monotonic() < deadline:
+            end = os.waitid(os.P_PID, self.child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            time.sleep(0.01)
+        end_children()
+        if end is None and self.progress.over is not None:
+            return self._said()
+        if end is not None and end.si_code == os.CLD_EXITED:
+            return end.si_status
+        why = f"was killed by {name(end.si_status)}" if end is not None else "ended"
+        say(f"error: the driver (pid {self.child}) {why} during the {self.progress.where()}{last_words(self.progress)}")
+        return 1
+
+
+    def _said(self) -> int:
+        """A run that was over and did not end: what it would have said, and its exit code."""
+        if self.progress.last:
+            say(f"{self.progress.last}{last_words(self.progress)}")
+        return self.progress.over
+
+
+def last_words(progress: Progress) -> str:
+    """What is saved, how to go on, where to read more: the end of the one line that a user sees."""
+    from verl_omni.trainer.diffusion.checkpointing import whole_checkpoints
+
+    if progress.run_dir is None:
+        return ""
+    saved = list(whole_checkpoints(progress.run_dir).values())
+    if not saved:
+        going_on = "nothing was saved yet"
+    elif progress.resume_mode.startswith("auto"):
+        going_on = f"the same command goes on from {saved[-1]}"
+    else:
+        going_on = f"the same command with trainer.resume_mode=auto goes on from {saved[-1]}"
+    return f"; {going_on}; details in {os.path.join(progress.run_dir, 'run.log')}"
+
+
+def name(number: int) -> str:
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+def say(line: str) -> None:
+    try:
+        # A progress bar may stand in the line.
+        print(f"\r{line}" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
+    except OSError:  # the terminal was closed: there is nobody to tell
+        pass
+
+
+def end_children() -> None:
+    """Kill all that the run has started, until there is nothing left."""
+    import psutil
+
+    me, deadline = psutil.Process(), time.monotonic() + 30
+    while time.monotonic() < deadline:
+        left = me.children(recursive=True)
+        for process in left:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.01)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
