@@ -20,7 +20,7 @@ from verl_omni.workers.config.diffusion.rollout import ValPipelineConfig
 
 KNOBS = {knob.name: knob for knob in walk(DiffusionTrainerConfig)}
 ARR = "actor_rollout_ref"
-CHECKS = {"knob.py", "preparation.py", "preference_checks.py", "worker_checks.py", "preflight.py", "resume_changes.py"}
+CHECKS = {"knob.py", "preparation.py", "preference_checks.py", "worker_checks.py", "preflight.py", "run_record.py"}
 
 # What the code calls each section: a variable or an attribute, and in some files only (`file:name`).
 OWNERS = {

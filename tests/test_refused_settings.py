@@ -141,6 +141,11 @@ def field_types(cls: type, prefix: str = ""):
             yield f"{prefix}{field.name}", str(field.type)
 
 
+def test_weights_of_rewards_are_numbers():
+    weights = ["algorithm.adv_estimator=gdpo", "++algorithm.reward_weights={score: nan}"]
+    assert "algorithm.reward_weights.score=nan: expected a finite number" in refused(*weights)
+
+
 # ---- what would change nothing -------------------------------------------------------------------------
 
 
@@ -160,6 +165,7 @@ def field_types(cls: type, prefix: str = ""):
         ([f"{MODEL}.algorithm=awm", "algorithm.old_policy_update_interval=2"], "follows no old policy with these"),
         ([f"{MODEL}.algorithm=dpo", "algorithm.adv_mode=binary"], 'loss "dpo" reads no advantages'),
         ([f"{MODEL}.algo={{noise_level: 1}}"], f'Did you mean "{ROLLOUT}.algo.noise_level"?'),
+        (["++algorithm.reward_weights={score: 1}"], "which takes one reward: set algorithm.adv_estimator=gdpo"),
         (["reward.reward_manager.module.path=mine.py"], "has no effect with reward.reward_manager.source=register"),
     ],
 )

@@ -26,7 +26,7 @@ from verl_omni.trainer.config.schema import DiffusionTrainerConfig
 from verl_omni.trainer.diffusion.preference_checks import check_trainer_fits
 from verl_omni.trainer.diffusion.worker_checks import check_workers
 from verl_omni.utils.external_lib import import_external_lib
-from verl_omni.utils.knob import check_effect, check_ranges
+from verl_omni.utils.knob import Range, check_effect, check_ranges
 from verl_omni.workers.config import DiffusionPipelineConfig, validation_pipeline
 
 VAL = "actor_rollout_ref.rollout.val_kwargs"
@@ -71,12 +71,7 @@ def _check(settings: DiffusionTrainerConfig) -> None:
         raise ValueError("data.train_files is not set: give a parquet or JSONL file of prompts")
     if settings.data.val_files is None and trainer.val_only:
         raise ValueError("trainer.val_only=true needs data.val_files: give a parquet or JSONL file of prompts")
-    get_diffusion_adv_estimator_fn(settings.algorithm.adv_estimator)
-    if settings.algorithm.adv_estimator == "gdpo" and not settings.algorithm.reward_weights:
-        raise ValueError(
-            "algorithm.adv_estimator=gdpo adds up several rewards: name them, such as "
-            "'algorithm.reward_weights={sharpness: 1, score: 0.5}'"
-        )
+    _check_estimator(settings.algorithm)
     loss = arr.actor.diffusion_loss
     get_diffusion_loss_fn(loss.loss_mode).check_extra(loss.extra, "actor_rollout_ref.actor.diffusion_loss.extra")
     adapter = DiffusionModelBase.get_class(arr.model)
@@ -104,6 +99,23 @@ def _check_adapter(settings: DiffusionTrainerConfig, adapter: type[DiffusionMode
             f"{adapter.__name__}, the adapter of {arr.model.architecture}, has no {', '.join(missing)}: {caller} calls "
             "these classmethods; write them as docs/integrating_a_diffusion_model.md shows"
         )
+
+
+def _check_estimator(algorithm: DiffusionAlgoConfig) -> None:
+    """It is there, and has the weights of several rewards if and only if it adds them up."""
+    estimator, weights = get_diffusion_adv_estimator_fn(algorithm.adv_estimator), algorithm.reward_weights
+    if algorithm.adv_estimator == "gdpo" and not weights:
+        raise ValueError(
+            "algorithm.adv_estimator=gdpo adds up several rewards: name them, such as "
+            "'algorithm.reward_weights={sharpness: 1, score: 0.5}'"
+        )
+    if weights and estimator is get_diffusion_adv_estimator_fn("flow_grpo"):
+        raise ValueError(
+            f"algorithm.reward_weights={dict(weights)} has no effect with algorithm.adv_estimator="
+            f"{algorithm.adv_estimator}, which takes one reward: set algorithm.adv_estimator=gdpo"
+        )
+    for name, weight in weights.items():
+        Range().check(f"algorithm.reward_weights.{name}", weight)
 
 
 def _check_guidance(settings: DiffusionTrainerConfig, adapter: type[DiffusionModelBase]) -> None:
