@@ -1,7 +1,8 @@
-"""How bright an image is: a reward that changes as little as the image does."""
+"""How bright an image or a video is: a reward that changes as little as the picture does."""
 
 import numpy as np
 
 
 def compute_score(image) -> float:
-    return float(np.asarray(image.convert("RGB"), dtype=np.float64).mean() / 255)
+    frames = image if isinstance(image, list) else [image]
+    return float(np.mean([np.asarray(frame.convert("RGB"), dtype=np.float64).mean() for frame in frames]) / 255)

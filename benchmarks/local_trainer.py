@@ -6,6 +6,7 @@ For sweeps over settings, where starting a cluster for each would take longer th
 import asyncio
 import os
 import socket
+import uuid
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platf
 from verl_omni.agent_loop.diffusion_agent_loop import DiffusionAgentLoopWorker, assign
 from verl_omni.reward_loop.reward_loop import RewardLoopWorker
 from verl_omni.trainer.diffusion.policy_gradient_trainer import PolicyGradientRayTrainer
+from verl_omni.trainer.diffusion.rollouts import EmbeddedRollouts
 from verl_omni.trainer.main_diffusion import load_datasets
 from verl_omni.workers.diffusion_worker import DiffusionWorker
 
@@ -24,7 +26,7 @@ from verl_omni.workers.diffusion_worker import DiffusionWorker
 class LocalGroup:
     """What the trainer sees of its workers: here one, called directly."""
 
-    world_size = 1
+    world_size, workers = 1, [None]
 
     def __init__(self, worker: DiffusionWorker):
         self.worker = worker
@@ -40,10 +42,13 @@ class LocalAgentLoops:
     def __init__(self, worker: DiffusionAgentLoopWorker):
         self.worker, self.loop = worker, asyncio.new_event_loop()
 
-    def generate_images(self, batch: DataProto) -> tuple[DataProto, Callable[[], DataProto]]:
-        assign(batch, 1, 1, self.worker.config.actor_rollout_ref.rollout.max_num_seqs)
-        images = self.loop.run_until_complete(self.worker.generate_images(batch))
-        return images, lambda: self.loop.run_until_complete(self.worker.collect_scores(scores_only=True))
+    def generate_images(
+        self, batch: DataProto, images_to: dict[int, str] | None = None
+    ) -> tuple[DataProto, Callable[[], DataProto]]:
+        name = uuid.uuid4().hex
+        assign(batch, 1, 1, self.worker.config.actor_rollout_ref.rollout.max_num_seqs, name)
+        images = self.loop.run_until_complete(self.worker.generate_images(batch, name))
+        return images, lambda: self.loop.run_until_complete(self.worker.collect_scores(name, True, images_to))
 
 
 class LocalTrainer(PolicyGradientRayTrainer):
@@ -60,7 +65,7 @@ class LocalTrainer(PolicyGradientRayTrainer):
         worker = DiffusionWorker(self.config)
         worker.init_model()
         self.actor_wg = LocalGroup(worker)
-        self.reward_loop_manager = None
+        self.reward_loop_manager, self.rollouts = None, EmbeddedRollouts(self.actor_wg)
         reward = RewardLoopWorker(self.config)
         self.agent_loop_manager = LocalAgentLoops(
             DiffusionAgentLoopWorker(

@@ -99,7 +99,8 @@ WORKS = {
     "z-image": few("z_image", ["actor_rollout_ref.rollout.pipeline.guidance_scale=4"]),
     "wan-1.3b": few(
         "wan_1_3b",
-        ["actor_rollout_ref.rollout.pipeline.guidance_scale=5", "actor_rollout_ref.rollout.pipeline.num_frames=17"],
+        ["actor_rollout_ref.rollout.pipeline.guidance_scale=5", "actor_rollout_ref.rollout.pipeline.num_frames=17",
+         f"reward.custom_reward_function.path={Path(__file__).with_name('brightness.py')}"],
     ),
     "tiny-sd3": Work(
         "tiny_sd3",

@@ -159,7 +159,7 @@ CASES = {
     "reward manager's file": (["reward.reward_manager.source=importlib"], "reward_manager.module.path=<file.py>"),
     "module not there": ([f"{A}model.external_lib=no_such_module"], "is its folder on PYTHONPATH?"),
     # what would change nothing
-    "devices apart": ([f"{A}hybrid_engine=false"], "generates on the devices that train; leave it true"),
+    "servers that are not there": ([f"{A}rollout.n_gpus_per_node=2"], "hybrid_engine=false, or leave it out"),
     "weights of steps": (["algorithm.rollout_correction.rollout_is=step"], "there is nothing to correct"),
     "rejection": (["algorithm.rollout_correction.rollout_rs=step_k1"], "rollout_rs=step_k1: the embedded engine"),
     "served reward model": (["reward.reward_model.enable=true"], "call it in a function of your own"),

@@ -25,6 +25,7 @@ CHECKS = {"knob.py", "preparation.py", "preference_checks.py", "worker_checks.py
 # What the code calls each section: a variable or an attribute, and in some files only (`file:name`).
 OWNERS = {
     "data": {"data"},
+    ARR: {ARR, "arr"},
     f"{ARR}.model": {"model", "model_config"},
     f"{ARR}.actor": {"actor", "actor_config", "losses.py:config"},
     f"{ARR}.actor.diffusion_loss": {"diffusion_loss", "flow_grpo.py:settings", "base.py:given"},

@@ -27,7 +27,7 @@ from verl_omni.workers.config import DiffusionActorConfig, DiffusionLossConfig
 from verl_omni.workers.diffusion_worker import DiffusionWorker
 from verl_omni.workers.first_ratio import check_first_ratio
 from verl_omni.workers.losses import build_loss_function
-from verl_omni.workers.rollout.kept import KeptTrajectories
+from verl_omni.workers.rollout.trajectories import TrajectoryStore
 
 
 @pytest.mark.parametrize("cfg", [False, True], ids=["plain", "cfg"])
@@ -78,7 +78,7 @@ def worker_of(engine, **actor) -> Worker:
     worker.actor_config = DiffusionActorConfig(diffusion_loss=DiffusionLossConfig("flow_grpo"), **actor)
     worker.engine, worker.model_config = engine, engine.model_config
     worker.loss_function = build_loss_function(worker.actor_config)
-    worker.kept, worker.rollout, worker.anchors = KeptTrajectories(), None, {}
+    worker.trajectories, worker.rollout, worker.anchors = TrajectoryStore(), None, {}
     worker.flop_meter, worker.flops, worker._settled = None, {}, True
     return worker
 

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from PIL import Image
 from tiny_models import tiny_checkpoint
 from verl.protocol import DataProto
 
 from verl_omni.agent_loop.diffusion_agent_loop import (
     DiffusionAgentLoopManager,
+    DiffusionAgentLoopOutput,
     DiffusionAgentLoopWorker,
     DiffusionSingleTurnAgentLoop,
     assign,
@@ -25,10 +27,11 @@ from verl_omni.reward_loop.reward_manager import ImageRewardManager
 from verl_omni.trainer.config.schema import DiffusionTrainerConfig
 from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
 from verl_omni.trainer.diffusion.diffusion_metric_utils import compute_data_metrics_diffusion
-from verl_omni.trainer.diffusion.validation import validation_metrics, write_validation
+from verl_omni.trainer.diffusion.validation import validation_metrics, write_samples
 from verl_omni.utils.arrays import object_array
+from verl_omni.utils.batcher import Batcher
 from verl_omni.utils.dataset import PromptDataset, create_val_dataloader
-from verl_omni.workers.rollout.base import ImageOutput
+from verl_omni.workers.rollout.base import RolloutOutput
 
 GUARD = 60
 
@@ -39,6 +42,12 @@ class Remote:
     def __init__(self, **methods):
         for name, method in methods.items():
             setattr(self, name, type("Method", (), {"remote": staticmethod(method)}))
+
+
+async def until(event: threading.Event) -> None:
+    """Rewards have an event loop of their own, in another thread."""
+    while not event.is_set():
+        await asyncio.sleep(0.005)
 
 
 def config(batch_size: int = 4, max_num_seqs: int = 32):
@@ -63,17 +72,18 @@ def batch(sources: list[str]) -> DataProto:
     return data
 
 
-def run(data, score, generate=None, servers=1, reward_workers=1, then=None, **settings):
+def run(data, score, generate=None, servers=1, reward_workers=1, then=None, images_to=None, withdraw=None, **settings):
     async def image(prompt_ids, sampling_params, **rest):
-        return ImageOutput(torch.full((3, 2, 2), sampling_params["seed"], dtype=torch.uint8))
+        return RolloutOutput(torch.full((3, 2, 2), sampling_params["seed"], dtype=torch.uint8))
 
     loop = asyncio.new_event_loop()
     tree = config(**settings)
+    methods = {"withdraw": withdraw} if withdraw else {}
     rewards = [
         Remote(compute_score=ImageRewardManager(tree, None, compute_score=score).run_single)
         for _ in range(reward_workers)
     ]
-    worker = DiffusionAgentLoopWorker(tree, [Remote(generate=generate or image)] * servers, rewards)
+    worker = DiffusionAgentLoopWorker(tree, [Remote(generate=generate or image, **methods)] * servers, rewards)
 
     def wait(coroutine):
         return loop.run_until_complete(asyncio.wait_for(coroutine, GUARD))
@@ -86,7 +96,7 @@ def run(data, score, generate=None, servers=1, reward_workers=1, then=None, **se
         assign(data, servers, manager.num_reward_workers, manager.max_num_seqs)
         return wait(worker.generate_sequences(data))
     with mock.patch("ray.get", lambda calls: [wait(call) for call in calls]):
-        images, scores = manager.generate_images(data)
+        images, scores = manager.generate_images(data, images_to)
         then(images)
         return side_by_side(images, scores())
 
@@ -123,16 +133,85 @@ def test_pixels_travel_only_where_someone_looks_at_them(scores_only, reward_work
     assert ("rm_scores" in output.batch.keys()) == bool(reward_workers)
 
 
+def test_who_draws_the_images_writes_them(tmp_path):
+    """The first three of four; the driver gets names and scores."""
+    data = batch(["a"] * 4)
+    data.meta_info["scores_only"] = True
+    files = {i: str(tmp_path / f"step/{i:05d}") for i in range(3)}
+    output = run(data, lambda prompt: 1.0, then=lambda images: None, images_to=files)
+    assert output.non_tensor_batch["image_file"].tolist() == ["00000.png", "00001.png", "00002.png", None]
+    assert "responses" not in output.batch.keys()
+    assert Image.open(tmp_path / "step/00002.png").getpixel((0, 0)) == (2, 2, 2)
+
+
+class Twice(DiffusionSingleTurnAgentLoop):
+    """Samples with an even seed draw a second time; sample 3 draws nothing at all."""
+
+    async def run(self, sampling_params, **kwargs):
+        if sampling_params["seed"] == 3:
+            return DiffusionAgentLoopOutput(torch.zeros(3, 2, 2, dtype=torch.uint8), [], {})
+        output = await super().run(sampling_params, **kwargs)
+        return output if sampling_params["seed"] % 2 else await super().run(sampling_params, **kwargs)
+
+
+def test_loops_of_unequal_length_do_not_wait_for_each_other():
+    """Batches of two by place: 0 and 1 meet, 2 is alone where 3 gave its place back, second turns come as they come."""
+    register("twice")(Twice)
+    drawn = []
+
+    def work(seeds):
+        drawn.append(tuple(seeds))
+        return [RolloutOutput(torch.zeros(3, 2, 2, dtype=torch.uint8), version=7) for _ in seeds]
+
+    batcher = Batcher(work, max_size=2, max_wait_s=0.01)
+
+    async def generate(prompt_ids, sampling_params, **rest):
+        return await batcher.submit(sampling_params["seed"], None, sampling_params.get("position"))
+
+    async def withdraw(position):
+        batcher.withdraw(position)
+
+    data = batch(["a"] * 4)
+    data.non_tensor_batch["agent_name"] = object_array(["twice"] * 4)
+    output = run(data, lambda prompt: 1.0, generate, withdraw=withdraw)
+    assert sorted(seed for part in drawn for seed in part) == [0, 0, 1, 2, 2]
+    assert (0, 1) in drawn and (2,) in drawn
+    assert output.non_tensor_batch["version"].tolist() == [7, 7, 7, 0]
+
+
+def test_two_batches_can_be_under_way():
+    """Both are made before either is scored; each gets its own scores."""
+
+    async def image(prompt_ids, sampling_params, **rest):
+        return RolloutOutput(torch.full((3, 2, 2), sampling_params["seed"], dtype=torch.uint8))
+
+    async def both():
+        rewards = Remote(compute_score=ImageRewardManager(config(), None, compute_score=score).run_single)
+        worker = DiffusionAgentLoopWorker(config(), [Remote(generate=image)], [rewards])
+        for name, data in batches.items():
+            assign(data, 1, 1, 32, name)
+            await worker.generate_images(data, name)
+        return [(await worker.collect_scores(name)).batch["rm_scores"][:, 0].tolist() for name in ("two", "one")]
+
+    def score(prompt, extra_info):
+        return float(prompt[-1]) + extra_info["plus"]
+
+    batches = {"one": batch(["a"] * 2), "two": batch(["a"] * 2)}
+    for data, plus in zip(batches.values(), (0, 10), strict=True):
+        data.non_tensor_batch["extra_info"] = object_array([{"plus": plus}] * 2)
+    assert asyncio.run(asyncio.wait_for(both(), GUARD)) == [[10.0, 11.0], [0.0, 1.0]]
+
+
 def test_an_image_is_scored_while_others_are_still_being_made():
     """The second image is made only after the first has its score: rewards at the end would wait for ever."""
-    order, first_scored = [], asyncio.Event()
+    order, first_scored = [], threading.Event()
 
     async def generate(prompt_ids, sampling_params, **rest):
         seed = sampling_params["seed"]
         if seed == 1:
-            await first_scored.wait()
+            await until(first_scored)
         order.append(f"image {seed}")
-        return ImageOutput(torch.full((3, 2, 2), seed, dtype=torch.uint8))
+        return RolloutOutput(torch.full((3, 2, 2), seed, dtype=torch.uint8))
 
     async def score(prompt):
         order.append(f"score {prompt[-1]}")
@@ -145,12 +224,12 @@ def test_an_image_is_scored_while_others_are_still_being_made():
 
 def test_a_batch_of_rewards_does_not_wait_for_the_next_forward():
     """Four images fit into a call of the reward, but an engine that makes two at a time has them in two calls."""
-    first_scored, calls = asyncio.Event(), []
+    first_scored, calls = threading.Event(), []
 
     async def generate(prompt_ids, sampling_params, **rest):
         if sampling_params["seed"] >= 2:
-            await first_scored.wait()
-        return ImageOutput(torch.zeros(3, 2, 2, dtype=torch.uint8))
+            await until(first_scored)
+        return RolloutOutput(torch.zeros(3, 2, 2, dtype=torch.uint8))
 
     async def score(images, prompts):
         calls.append(prompts)
@@ -163,14 +242,14 @@ def test_a_batch_of_rewards_does_not_wait_for_the_next_forward():
 
 def test_trajectories_are_there_before_the_scores():
     """The trainer goes on with the reference pass while the last rewards are computed."""
-    allowed = asyncio.Event()
+    allowed = threading.Event()
 
     async def generate(prompt_ids, sampling_params, **rest):
         latents = torch.full((2,), float(sampling_params["seed"]))
-        return ImageOutput(torch.zeros(3, 2, 2, dtype=torch.uint8), {"final_latents": latents})
+        return RolloutOutput(torch.zeros(3, 2, 2, dtype=torch.uint8), {"final_latents": latents})
 
     async def score(prompt):
-        await allowed.wait()
+        await until(allowed)
         return float(prompt[-1])
 
     def then(images):
@@ -202,7 +281,7 @@ def test_a_failing_reward_does_not_wait_for_the_other_images():
     async def generate(prompt_ids, sampling_params, **rest):
         if sampling_params["seed"] == 1:
             await asyncio.Event().wait()
-        return ImageOutput(torch.zeros(3, 2, 2, dtype=torch.uint8))
+        return RolloutOutput(torch.zeros(3, 2, 2, dtype=torch.uint8))
 
     def broken(prompt):
         raise OSError("the judge is down")
@@ -224,10 +303,10 @@ def test_requests_carry_their_seed_and_place():
 
     async def generate(prompt_ids, sampling_params, request_id, negative_prompt_ids, **rest):
         seen[sampling_params["seed"]] = (sampling_params["position"], tuple(prompt_ids), request_id)
-        return ImageOutput(torch.zeros(3, 2, 2, dtype=torch.uint8))
+        return RolloutOutput(torch.zeros(3, 2, 2, dtype=torch.uint8))
 
     run(batch(["a"] * 5), lambda prompt: 1.0, generate, servers=2)
-    assert [seen[i][0] for i in range(5)] == [(0, 3), (1, 3), (2, 3), (0, 2), (1, 2)]
+    assert [seen[i][0][:2] for i in range(5)] == [(0, 3), (1, 3), (2, 3), (0, 2), (1, 2)]
     assert len({ids for _, ids, _ in seen.values()}) == 5 and len({r for _, _, r in seen.values()}) == 5
 
 
@@ -261,8 +340,9 @@ def test_names_of_the_user_and_of_the_run_do_not_meet(tmp_path):
     sampling = {"max_sequence_length": 64, "negative_prompt": " "}
     data = BaseRayDiffusionTrainer._rollout_batch(trainer, prompts, 2, np.arange(4), sampling)
     output = run(data, score)
+    output.non_tensor_batch["image_file"] = object_array([f"{i}.png" for i in range(4)])
     trainer.agent_loop_manager.generate_images.return_value = (output, lambda: output)
-    _, scores = BaseRayDiffusionTrainer._generate_images(trainer, data, "current")
+    _, scores = BaseRayDiffusionTrainer._draw(trainer, data, "current")
     result = scores()
     assert sorted(seen) == [("prompt 0", 0, 99)] * 2 + [("prompt 1", 1, 99)] * 2
     assert result.non_tensor_batch["uid"].tolist() == ["3-0", "3-0", "3-1", "3-1"]
@@ -271,7 +351,7 @@ def test_names_of_the_user_and_of_the_run_do_not_meet(tmp_path):
     assert validation_metrics(result, 2) == {"val-core/a/reward/mean@2": 0.5} | {
         f"val-aux/a/{name}/mean@2": 5.0 for name in OURS
     }
-    write_validation(result, tmp_path / "images", limit=-1)
+    write_samples(result, tmp_path / "images")
     lines = [json.loads(line) for line in (tmp_path / "images/samples.jsonl").read_text().splitlines()]
     assert [(line["seed"], line["index"], line["prompt"]) for line in lines] == [
         (0, 0, "prompt 0"), (1, 1, "prompt 0"), (2, 2, "prompt 1"), (3, 3, "prompt 1"),

@@ -1,8 +1,12 @@
 """The embedded engine: what is in a batch changes no sample, and nothing is computed twice or kept without need."""
 
 import asyncio
+import copy
 import functools
+import threading
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -215,3 +219,45 @@ def test_an_image_is_decoded_in_tiles():
     latents = one.trajectory["final_latents"][None]
     expected = whole.adapter.decode_latents(whole.pipe, latents, model_config())[0]
     assert ((expected * 255).round() - other.image).abs().max() <= 1
+
+
+def test_answers_name_the_weights_that_made_them():
+    """Weights that come while a batch is being drawn wait for its end; a part of them is an error."""
+    engine = rollout()
+    engine.module = copy.deepcopy(engine.module)
+    new = {name: parameter.detach() * 1.5 for name, parameter in engine.module.named_parameters()}
+    started, checked = threading.Event(), threading.Event()
+    decode = engine._decode
+
+    def slow(*args):
+        started.set()
+        assert not checked.wait(0.3), "the weights changed in the middle of a batch"
+        return decode(*args)
+
+    engine._decode = slow
+    with ThreadPoolExecutor(1) as thread:
+        pushed = thread.submit(lambda: (started.wait(GUARD), engine.update_weights(new.items(), 5), checked.set()))
+        (old,) = generate(engine, [(PROMPTS[0], 1)])
+        pushed.result(GUARD)
+    engine._decode = decode
+    (after,) = generate(engine, [(PROMPTS[0], 1)])
+    assert (old.version, after.version) == (0, 5)
+    assert not torch.equal(old.trajectory["final_latents"], after.trajectory["final_latents"])
+    missing = list(new.items())[1:]
+    with pytest.raises(KeyError, match=f"1 of {len(new)} weights did not arrive"):
+        engine.update_weights(missing, 6)
+    assert engine.version == 5
+
+
+def test_a_paused_engine_begins_nothing_and_a_stopped_one_says_so():
+    engine = rollout()
+    engine.pause()
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(generate, engine, [(PROMPTS[0], 1)])
+        time.sleep(0.3)
+        assert not answer.done()
+        engine.resume()
+        assert len(answer.result(GUARD)) == 1
+    engine.stop()
+    with pytest.raises(RuntimeError, match="has been stopped"):
+        generate(engine, [(PROMPTS[0], 1)])

@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,9 +23,11 @@ from verl_omni.reward_loop.reward_function import RewardError
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.external_lib import import_external_lib
 from verl_omni.utils.open_images import open_images
+from verl_omni.utils.pictures import write_image
 from verl_omni.utils.registry import Registry
 from verl_omni.workers.config import DiffusionModelConfig
-from verl_omni.workers.rollout.base import ImageOutput, pad_and_cat
+from verl_omni.workers.rollout.base import RolloutOutput, pad_and_cat
+from verl_omni.workers.rollout.trajectories import COLUMN
 
 AGENT_LOOPS: Registry[type["DiffusionAgentLoopBase"]] = Registry("agent loop")
 
@@ -40,11 +44,13 @@ def register(name: str):
 
 @dataclass
 class DiffusionAgentLoopOutput:
-    """One sample: its image, what training needs, and (once scored) its reward."""
+    """One sample: its image (or text), what training needs, and (once scored) its reward."""
 
-    response: torch.Tensor
+    response: torch.Tensor | str
     prompt_ids: list[int]
     fields: dict[str, torch.Tensor]
+    reference: Any = None  # to what training needs, where it is not in `fields`
+    version: int = 0  # of the weights that made it
     reward_score: float | None = None
     reward_extra_info: dict[str, Any] = field(default_factory=dict)
     image_time: float = 0.0
@@ -69,7 +75,7 @@ class DiffusionSingleTurnAgentLoop(DiffusionAgentLoopBase):
         limit = sampling_params["max_sequence_length"]
         ids = self.adapter.tokenize(tokenizers, kwargs["prompt"], limit, images)
         negative = kwargs.get("negative_prompt") or sampling_params["negative_prompt"]
-        output: ImageOutput = await self.server.generate.remote(
+        output: RolloutOutput = await self.server.generate.remote(
             prompt_ids=ids,
             sampling_params=sampling_params,
             request_id=uuid.uuid4().hex,
@@ -77,6 +83,30 @@ class DiffusionSingleTurnAgentLoop(DiffusionAgentLoopBase):
             negative_prompt_ids=self.adapter.tokenize(tokenizers, negative, limit, images),
         )
         return DiffusionAgentLoopOutput(output.image, ids, {**output.trajectory, **output.conditions})
+
+
+class SampleEngine:
+    """The engine as one sample sees it.
+
+    A sample's place in the burst belongs to its first request. Later turns, of which some samples have more than
+    others, are batched as they come; a sample that never asks gives its place back.
+    """
+
+    def __init__(self, server: Any):
+        self.server, self.last = server, RolloutOutput(torch.empty(0))
+        self.generate = SimpleNamespace(remote=self._generate)
+        self._asked = False
+
+    async def _generate(self, *, sampling_params: dict[str, Any], **request: Any) -> RolloutOutput:
+        if self._asked:
+            sampling_params = {k: v for k, v in sampling_params.items() if k != "position"}
+        self._asked = True
+        self.last = await self.server.generate.remote(sampling_params=sampling_params, **request)
+        return self.last
+
+    async def leave(self, position: Any) -> None:
+        if not self._asked and position is not None:
+            await self.server.withdraw.remote(position)
 
 
 class DiffusionAgentLoopWorker:
@@ -94,32 +124,43 @@ class DiffusionAgentLoopWorker:
         self.model_config: DiffusionModelConfig = OmegaConf.to_object(config.actor_rollout_ref.model)
         self.tokenizers = DiffusionModelBase.get_class(self.model_config).load_tokenizers(self.model_config)
         self.default_agent = config.actor_rollout_ref.rollout.agent.default_agent_loop
+        self._batches: dict[str, ScoredBatch] = {}
 
     async def generate_sequences(self, batch: DataProto) -> DataProto:
         """Images (`responses`, uint8), trajectories, text features and (with reward workers) `rm_scores` of a batch.
 
         Each row of `batch` has a prompt and a seed; `meta_info["sampling_params"]` holds what all rows share.
         """
-        return side_by_side(await self.generate_images(batch), await self.collect_scores())
+        name = uuid.uuid4().hex
+        return side_by_side(await self.generate_images(batch, name), await self.collect_scores(name))
 
-    async def generate_images(self, batch: DataProto) -> DataProto:
-        """The trajectories, once the last image exists. Pixels and scores of these rows are for `collect_scores`."""
+    async def generate_images(self, batch: DataProto, name: str) -> DataProto:
+        """The trajectories, once the last image exists. Pixels and scores of these rows are for `collect_scores`.
+
+        `name` tells this batch from others that are under way.
+        """
         rows = [self._row(batch, i) for i in range(len(batch))]
         shared = batch.meta_info["sampling_params"]
         start = time.perf_counter()
-        self._batch = ScoredBatch([self._run_agent_loop(dict(shared), row) for row in rows], rows, self._score)
-        outputs = await self._batch.images()
+        loops = [self._run_agent_loop(dict(shared), row) for row in rows]
+        self._batches[name] = ScoredBatch(loops, rows, self._score)
+        outputs = await self._batches[name].images()
         timing = {"images": max(o.image_time for o in outputs) - start}
-        return DataProto.from_dict(tensors=fields(outputs), meta_info={"timing": timing})
+        return DataProto.from_dict(fields(outputs), references(outputs), meta_info={"timing": timing})
 
-    async def collect_scores(self, scores_only: bool = False) -> DataProto:
-        """The images of the last `generate_images` with their scores, once all of them are there.
+    async def collect_scores(
+        self, name: str, scores_only: bool = False, images_to: dict[int, str] | None = None
+    ) -> DataProto:
+        """The images of a `generate_images` with their scores, once all of them are there.
 
-        With `scores_only` images whose scores are known do not travel.
+        With `scores_only` images whose scores are known do not travel. `images_to` are files (without their ending) to
+        write images to, by row.
         """
-        outputs = await self._batch.scores()
-        del self._batch
+        outputs = await self._batches.pop(name).scores()
         result = collate(outputs, scores_only)
+        if images_to is not None:
+            names = {row: write_image(outputs[row].response, Path(file)) for row, file in images_to.items()}
+            result.non_tensor_batch["image_file"] = object_array([names.get(row) for row in range(len(outputs))])
         waited = max(o.score_time for o in outputs) - max(o.image_time for o in outputs)
         result.meta_info["timing"] = {"rewards": max(0.0, waited)}
         return result
@@ -129,11 +170,14 @@ class DiffusionAgentLoopWorker:
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], row: dict[str, Any]) -> DiffusionAgentLoopOutput:
         name = row.get("agent_name") or self.default_agent
-        for key in ("seed", "init_seed", "sde_window", "position", "sample_id"):
+        for key in ("seed", "init_seed", "sde_window", "position", "place"):
             if row.get(key) is not None:
                 sampling_params[key] = row[key]
-        loop = AGENT_LOOPS.get(name)(self.model_config, self.servers[row["server"]])
+        engine = SampleEngine(self.servers[row["server"]])
+        loop = AGENT_LOOPS.get(name)(self.model_config, engine)
         output = await loop.run(sampling_params, tokenizers=self.tokenizers, **row)
+        await engine.leave(row.get("position"))
+        output.reference, output.version = engine.last.reference, engine.last.version
         output.image_time = time.perf_counter()
         return output
 
@@ -238,10 +282,24 @@ def fields(outputs: list[DiffusionAgentLoopOutput]) -> dict[str, torch.Tensor]:
     return named or {"sample": torch.arange(len(outputs))}
 
 
+def references(outputs: list[DiffusionAgentLoopOutput]) -> dict[str, np.ndarray]:
+    """Which weights made each sample, and where its trajectory lies."""
+    columns = {"version": object_array([o.version for o in outputs])}
+    if outputs[0].reference is not None:
+        columns[COLUMN] = object_array([o.reference for o in outputs])
+    return columns
+
+
 def collate(outputs: list[DiffusionAgentLoopOutput], scores_only: bool = False) -> DataProto:
     scored = outputs[0].reward_score is not None
-    tensors = {} if scored and scores_only else {"responses": torch.stack([o.response for o in outputs])}
-    non_tensors = {}
+    tensors, non_tensors = {}, {}
+    if not (scored and scores_only):
+        responses = [o.response for o in outputs]
+        if all(isinstance(r, torch.Tensor) and r.shape == responses[0].shape for r in responses):
+            tensors["responses"] = torch.stack(responses)
+        else:  # texts, or images of different sizes
+            non_tensors["responses"] = object_array(responses)
+            tensors["sample"] = torch.arange(len(outputs))
     if scored:
         tensors["rm_scores"] = torch.tensor([[o.reward_score] for o in outputs], dtype=torch.float32)
         # In one column of their own: a reward may give its numbers any name, `seed` and `uid` too.
@@ -268,16 +326,22 @@ class DiffusionAgentLoopManager:
             for i in range(config.actor_rollout_ref.rollout.agent.num_workers)
         ]
 
-    def generate_images(self, batch: DataProto) -> tuple[DataProto, Callable[[], DataProto]]:
+    def generate_images(
+        self, batch: DataProto, images_to: dict[int, str] | None = None
+    ) -> tuple[DataProto, Callable[[], DataProto]]:
         """(trajectories, what waits for pixels and scores): the caller can go on while rewards are computed.
 
-        With `meta_info["scores_only"]` there are pixels only where the scores are still to come.
+        With `meta_info["scores_only"]` there are pixels only where the scores are still to come. `images_to` says which
+        rows' images the workers write to disk.
         """
-        assign(batch, self.num_servers, self.num_reward_workers, self.max_num_seqs)
-        chunks = [batch[list(c)] for c in np.array_split(np.arange(len(batch)), len(self.workers)) if len(c)]
+        name = uuid.uuid4().hex
+        assign(batch, self.num_servers, self.num_reward_workers, self.max_num_seqs, name)
+        chunks = [c.tolist() for c in np.array_split(np.arange(len(batch)), len(self.workers)) if len(c)]
         workers = self.workers[: len(chunks)]
-        images = ray.get([w.generate_images.remote(c) for w, c in zip(workers, chunks, strict=True)])
-        scores = [w.collect_scores.remote(batch.meta_info.get("scores_only", False)) for w in workers]
+        images = ray.get([w.generate_images.remote(batch[c], name) for w, c in zip(workers, chunks, strict=True)])
+        scores_only = batch.meta_info.get("scores_only", False)
+        files = [own_rows(images_to, chunk) for chunk in chunks]
+        scores = [w.collect_scores.remote(name, scores_only, f) for w, f in zip(workers, files, strict=True)]
         return join(images), lambda: join(ray.get(scores))
 
     def shutdown(self) -> None:
@@ -285,12 +349,17 @@ class DiffusionAgentLoopManager:
             ray.kill(worker)
 
 
-def assign(batch: DataProto, num_servers: int, num_reward_workers: int, max_num_seqs: int) -> None:
+def own_rows(by_row: dict[int, Any] | None, chunk: list[int]) -> dict[int, Any] | None:
+    """What concerns the rows of a chunk, by their place in it."""
+    return None if by_row is None else {i: by_row[row] for i, row in enumerate(chunk) if row in by_row}
+
+
+def assign(batch: DataProto, num_servers: int, num_reward_workers: int, max_num_seqs: int, name: str = "") -> None:
     """Give every row its engine, where it has none yet, its reward worker, and its places in their bursts.
 
     Batches are blocks of a burst, whatever the order of arrival: a run then repeats bit for bit. `position` is the
-    place among its engine's requests. Images that one forward of the engine makes are a burst of rewards
-    (`reward_place`): none waits for images of a later forward.
+    place among its engine's requests of this batch, which `name` tells from others. Images that one forward of the
+    engine makes are a burst of rewards (`reward_place`): none waits for images of a later forward.
     """
     rows, size = batch.non_tensor_batch, len(batch)
     if "server" not in rows:
@@ -298,8 +367,8 @@ def assign(batch: DataProto, num_servers: int, num_reward_workers: int, max_num_
     positions = places(rows["server"])
     forwards = [index // max_num_seqs for index, _ in positions]
     workers = [i % num_reward_workers for i in range(size)]
-    bursts = list(zip(rows["server"], forwards, strict=True))
-    rows["position"] = object_array(positions)
+    bursts = [(name, server, forward) for server, forward in zip(rows["server"], forwards, strict=True)]
+    rows["position"] = object_array([(*position, name) for position in positions])
     rows["burst"] = object_array(bursts)
     rows["reward_worker"] = object_array(workers)
     rows["reward_place"] = object_array(places(zip(rows["data_source"], bursts, workers, strict=True)))
@@ -320,7 +389,8 @@ def side_by_side(images: DataProto, scores: DataProto) -> DataProto:
     """Both halves of the same rows as one batch."""
     timing = images.meta_info["timing"] | scores.meta_info["timing"]
     tensors = {k: half.batch[k] for half in (images, scores) for k in half.batch.keys()}
-    return DataProto.from_dict(tensors, scores.non_tensor_batch, meta_info=scores.meta_info | {"timing": timing})
+    non_tensors = images.non_tensor_batch | scores.non_tensor_batch
+    return DataProto.from_dict(tensors, non_tensors, meta_info=scores.meta_info | {"timing": timing})
 
 
 def join(outputs: list[DataProto]) -> DataProto:

@@ -23,15 +23,16 @@ class Trajectory:
     uncond: torch.Tensor | None = None  # (B, W, ...), the unguided half of the velocity, to spare training that forward
 
     def rows(self) -> list[dict[str, torch.Tensor]]:
-        """One dict a sample, under the names that the batch carries them by."""
-        fields = {
-            "final_latents": self.final_latents,
-            "all_latents": self.latents,
-            "all_timesteps": self.timesteps,
-            "rollout_log_probs": self.log_probs,
-            "old_prev_sample_mean": self.means,
-            "uncond_velocity": self.uncond,
-        }
+        """One dict a sample, under the names that the batch carries them by; without stored steps only the end."""
+        fields = {"final_latents": self.final_latents}
+        if self.timesteps.shape[1]:
+            fields |= {
+                "all_latents": self.latents,
+                "all_timesteps": self.timesteps,
+                "rollout_log_probs": self.log_probs,
+                "old_prev_sample_mean": self.means,
+                "uncond_velocity": self.uncond,
+            }
         held = {k: v for k, v in fields.items() if v is not None}
         return [{k: v[i] for k, v in held.items()} for i in range(len(self.final_latents))]
 

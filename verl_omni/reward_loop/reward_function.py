@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from verl_omni.utils.errors import RunError
+from verl_omni.utils.pictures import as_pil
 from verl_omni.utils.suggest import unknown
 
 # What a function may ask for by the name of its parameter: for one image, and (plural) for a batch.
@@ -170,13 +171,3 @@ class RewardFunction:
                 f'"score" (prompt: "{sample.get("prompt", "")}")'
             )
         return answer | {"score": float(score)}
-
-
-def as_pil(image: torch.Tensor) -> Any:
-    """PIL image of a float tensor in [0, 1]; a list of them for a video."""
-    from PIL import Image
-
-    if image.ndim == 4:
-        return [as_pil(frame) for frame in image]
-    pixels = (image * 255).round().clamp(0, 255).to(torch.uint8)
-    return Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())

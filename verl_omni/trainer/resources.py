@@ -127,6 +127,8 @@ def ray_arguments(config: DictConfig) -> dict[str, Any]:
     for library in ("GLOO", "NCCL") if loopback else ():  # ranks on one machine meet on loopback
         environment[f"{library}_SOCKET_IFNAME"] = os.environ.get(f"{library}_SOCKET_IFNAME", loopback[0])
     workers = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    needed = 4 * workers + config.reward.num_workers + config.actor_rollout_ref.rollout.agent.num_workers + 2
+    rollout = config.actor_rollout_ref.rollout
+    servers = 0 if config.actor_rollout_ref.hybrid_engine else (rollout.n_gpus_per_node or 1) * (rollout.nnodes or 1)
+    needed = 4 * workers + config.reward.num_workers + rollout.agent.num_workers + servers + 2
     cpus = config.ray.num_cpus or max(os.cpu_count() or 1, needed)
     return arguments | {"num_cpus": cpus, "include_dashboard": False}

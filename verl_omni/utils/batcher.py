@@ -11,25 +11,29 @@ from typing import Any
 class _Call:
     item: Any
     key: Hashable
-    position: tuple[int, int] | None
+    position: tuple | None
     done: asyncio.Future
 
 
 class Batcher:
     """Runs `work(items) -> results` in one background thread, on up to `max_size` waiting items of one key at a time.
 
-    A call may say its `position` (index, total) in a burst. Batches are then the consecutive blocks of the burst,
-    whatever the order of arrival, so that a run repeats bit for bit. Other calls are batched by a short wait.
+    A call may say its `position` (index, total, burst) in a burst; without a name the burst is that of its key.
+    Batches are then the consecutive blocks of the burst, whatever the order of arrival, so that a run repeats bit for
+    bit. Calls of a block whose keys differ make a batch for each key. A place that nobody will take is given back by
+    `withdraw`. Other calls are batched by a short wait.
     """
 
     def __init__(self, work: Callable[[list[Any]], list[Any]], max_size: int, max_wait_s: float):
         self.work, self.max_size, self.max_wait_s = work, max_size, max_wait_s
         self._waiting: list[_Call] = []
         self._running: list[_Call] = []
+        self._ready: list[list[_Call]] = []
+        self._withdrawn: set[tuple] = set()
         self._pump: asyncio.Task | None = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
 
-    async def submit(self, item: Any, key: Hashable = None, position: tuple[int, int] | None = None) -> Any:
+    async def submit(self, item: Any, key: Hashable = None, position: tuple | None = None) -> Any:
         loop = asyncio.get_running_loop()
         call = _Call(item, key, position, loop.create_future())
         self._waiting.append(call)
@@ -40,18 +44,35 @@ class Batcher:
         self._arrived.set()
         return await call.done
 
+    def withdraw(self, position: tuple) -> None:
+        """Nobody will call from this place of a named burst."""
+        self._withdrawn.add(tuple(position))
+        if self._pump is not None and not self._pump.done():
+            self._arrived.set()
+
+    def close(self, error: Exception) -> None:
+        """Every call that waits gets this error. From the event loop that the calls came from."""
+        self._fail(self._waiting, error)
+        self._waiting = []
+        if self._pump is not None and not self._running:
+            self._pump.cancel()
+
     def _fail_waiting(self, pump: asyncio.Task) -> None:
         """If the loop itself breaks, nobody may wait for it for ever."""
         error = None if pump.cancelled() else pump.exception()
         if error is not None:
-            for call in self._running + self._waiting:
-                if not call.done.done():
-                    call.done.set_exception(RuntimeError(f"the batch loop ended: {type(error).__name__}: {error}"))
+            error = RuntimeError(f"the batch loop ended: {type(error).__name__}: {error}")
+            self._fail(self._running + self._waiting, error)
             self._waiting = self._running = []
+
+    def _fail(self, calls: list[_Call], error: Exception) -> None:
+        for call in calls:
+            if not call.done.done():
+                call.done.set_exception(error)
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        while self._waiting:
+        while self._waiting or self._ready:
             batch = self._running = await self._next_batch()
             try:
                 results = await loop.run_in_executor(self._thread, self.work, [c.item for c in batch])
@@ -69,9 +90,14 @@ class Batcher:
 
     async def _next_batch(self) -> list[_Call]:
         while True:
+            if self._ready:
+                return self._ready.pop(0)
             block = self._whole_block()
             if block:
-                return self._take(block)
+                self._take(block)
+                keys = dict.fromkeys(call.key for call in block)
+                self._ready = [[call for call in block if call.key == key] for key in keys]
+                continue
             loose = [c for c in self._waiting if c.position is None]
             same = [c for c in loose if c.key == loose[0].key][: self.max_size] if loose else []
             if len(same) == self.max_size:
@@ -87,11 +113,15 @@ class Batcher:
         blocks: dict[Any, dict[int, _Call]] = {}
         for call in self._waiting:
             if call.position is not None:
-                index, total = call.position
+                index, total, *name = call.position
+                burst = name[0] if name else call.key
                 # Where two bursts overlap, the later call of an index waits for the next round.
-                blocks.setdefault((call.key, total, index // self.max_size), {}).setdefault(index, call)
-        for (_, total, number), calls in sorted(blocks.items(), key=lambda b: b[0][2]):
-            if len(calls) == min(self.max_size, total - number * self.max_size):
+                blocks.setdefault((burst, total, index // self.max_size), {}).setdefault(index, call)
+        for (burst, total, number), calls in sorted(blocks.items(), key=lambda b: b[0][2]):
+            places = range(number * self.max_size, min((number + 1) * self.max_size, total))
+            empty = {(index, total, burst) for index in places if (index, total, burst) in self._withdrawn}
+            if len(calls) + len(empty) == len(places):
+                self._withdrawn -= empty
                 return [calls[index] for index in sorted(calls)]
         return []
 

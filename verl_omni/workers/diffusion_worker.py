@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
@@ -29,11 +30,13 @@ from verl_omni.workers.config import (
 )
 from verl_omni.workers.engine.fsdp import checkpoint_io
 from verl_omni.workers.engine.fsdp.diffusers_impl import EngineRegistry, is_maximum
+from verl_omni.workers.engine.module import quiet_loading
 from verl_omni.workers.first_ratio import ROLLOUT_RATIO, ROLLOUT_RATIO_MEAN, check_first_ratio
 from verl_omni.workers.losses import build_loss_function
 from verl_omni.workers.process_group import join_process_group
-from verl_omni.workers.rollout.base import ImageOutput
-from verl_omni.workers.rollout.kept import KeptTrajectories
+from verl_omni.workers.rollout.base import RolloutOutput
+from verl_omni.workers.rollout.trajectories import TrajectoryStore, ship
+from verl_omni.workers.rollout.weights import store_in_buckets
 
 MODEL_TYPES = {"policy_gradient": "diffusion_model", "direct_preference": "diffusion_preference_model"}
 
@@ -50,7 +53,7 @@ class DiffusionWorker(Worker):
         self.ref_config: DiffusionRefConfig = OmegaConf.to_object(config.actor_rollout_ref.ref)
         join_process_group()
         self.rollout = None
-        self.kept = KeptTrajectories()
+        self.trajectories = TrajectoryStore()
         self._settled = False
         self._rollout_scope = contextlib.ExitStack()
 
@@ -81,7 +84,8 @@ class DiffusionWorker(Worker):
             self.engine.policies.keep("old")
         if self.actor_config.ema_decay:
             self.engine.keep_ema(self.actor_config.ema_decay)
-        if self.config.algorithm.sample_source == "online" and self.rollout_config.name == "diffusers":
+        embedded = self.config.actor_rollout_ref.hybrid_engine and self.rollout_config.name == "diffusers"
+        if self.config.algorithm.sample_source == "online" and embedded:
             from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
 
             self.rollout = DiffusersRollout(
@@ -97,11 +101,10 @@ class DiffusionWorker(Worker):
     # ---- rollout -------------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def start_rollout(self, policy: str = "current") -> None:
-        """Gather the weights of one policy on every rank, ready for `generate`."""
-        self.kept.clear()
-        if self.rollout is not None:
-            self.rollout.begin()
+    def start_rollout(self, policy: str = "current", version: int = 0) -> None:
+        """Gather the weights of one policy on every rank, ready for `generate`; `version` names them."""
+        self.rollout.begin()
+        self.rollout.version = version
         scope = contextlib.ExitStack()
         scope.enter_context(self.engine.eval_mode())
         scope.enter_context(self.engine.policy(policy))
@@ -123,14 +126,30 @@ class DiffusionWorker(Worker):
         video_data: list[Any] | None = None,
         negative_prompt_ids: list[int] | None = None,
         priority: int = 0,
-    ) -> ImageOutput:
-        """Tokens in, image out: the same call that a vLLM-Omni server answers."""
+    ) -> RolloutOutput:
+        """Tokens in, image out. `sampling_params["place"]` says where to leave what training needs of it."""
         output = await self.rollout.generate(
             prompt_ids, sampling_params, request_id, image_data, video_data, negative_prompt_ids, priority
         )
-        if "sample_id" in sampling_params:
-            return self.kept.keep(sampling_params["sample_id"], output)
-        return output.cpu()
+        place = sampling_params.get("place")
+        if place is None:
+            return output.cpu()
+        return ship(place["key"], output) if place["ship"] else self.trajectories.keep(place["key"], output)
+
+    async def withdraw(self, position: tuple) -> None:
+        """A sample of the burst will ask for nothing."""
+        self.rollout.batcher.withdraw(position)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def release(self, experience: str) -> None:
+        """Forget the trajectories of an experience that has been learned from."""
+        self.trajectories.release(experience)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def publish_weights(self, policy: str = "current") -> list[ray.ObjectRef]:
+        """The trained weights of a policy in Ray's object store. All ranks take part, the first has the references."""
+        with self.engine.eval_mode(), self.engine.policy(policy):
+            return store_in_buckets(self.engine.get_per_tensor_param()[0], keep=dist.get_rank() == 0)
 
     # ---- training ------------------------------------------------------------------------------------
 
@@ -154,15 +173,15 @@ class DiffusionWorker(Worker):
         return self._per_step(data, ref_prev_sample_mean=output["prev_sample_mean"])
 
     def _batch(self, data: DataProto) -> dict[str, torch.Tensor]:
-        """What the driver sent, and what this worker kept of the same samples."""
-        return tensors(data) | self.kept.batch(data)
+        """What the driver sent, and the trajectories that it refers to."""
+        return tensors(data) | self.trajectories.batch(data)
 
     def _per_step(self, data: DataProto, **outputs: torch.Tensor) -> DataProto:
         """Results (pairs, ...) as (samples, steps, ...): kept here with their samples, or sent to the driver."""
         steps = data.batch["all_timesteps"].shape
         outputs = {k: v.unflatten(0, steps) for k, v in outputs.items()}
-        if self.kept.holds(data):
-            self.kept.add(data, outputs)
+        if self.trajectories.holds(data):
+            self.trajectories.add(data, outputs)
             return DataProto.from_dict({"sample_id": data.batch["sample_id"]})
         return DataProto.from_dict({k: v.cpu() for k, v in outputs.items()})
 
@@ -290,15 +309,6 @@ def freeze_heap() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-def quiet_loading() -> None:
-    """No progress bars for the loading of single files: the run has one of its own."""
-    import diffusers
-    import transformers
-
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
 
 
 def tensors(data: DataProto) -> dict[str, torch.Tensor]:

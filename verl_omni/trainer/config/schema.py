@@ -44,9 +44,7 @@ class ActorRolloutRefConfig:
     rollout: DiffusionRolloutConfig = knob(DiffusionRolloutConfig, "")
     ref: DiffusionRefConfig = knob(DiffusionRefConfig, "")
     hybrid_engine: bool = knob(
-        True,
-        "actor and rollout share their devices",
-        waits="the embedded engine generates on the devices that train",
+        True, "the rollout engine sits in the training workers; false: rollout servers with copies of the model"
     )
 
 

@@ -30,10 +30,12 @@ from verl_omni.trainer.diffusion.diffusion_metric_utils import (
     compute_throughput_metrics_diffusion,
     compute_timing_metrics_diffusion,
 )
+from verl_omni.trainer.diffusion.experience import Experience, new_experience, places
 from verl_omni.trainer.diffusion.ordering import minibatch_order
 from verl_omni.trainer.diffusion.resuming import Start, plan_start
+from verl_omni.trainer.diffusion.rollouts import EmbeddedRollouts, ServerRollouts
 from verl_omni.trainer.diffusion.saving import Saving, is_due
-from verl_omni.trainer.diffusion.validation import validation_metrics, write_validation
+from verl_omni.trainer.diffusion.validation import validation_metrics, write_samples
 from verl_omni.trainer.diffusion.zero_gradient import ZeroGradients
 from verl_omni.trainer.failures import know
 from verl_omni.trainer.interrupts import stop_requested
@@ -118,14 +120,19 @@ class BaseRayDiffusionTrainer:
             master_port_range=rendezvous_ports(),
         )
         know("model worker", self.actor_wg.workers)
-        self.reward_loop_manager = self.agent_loop_manager = None
+        self.reward_loop_manager = self.agent_loop_manager = self.rollouts = None
         if self.online:
             from verl_omni.reward_loop import RewardLoopManager
 
+            if self.config.actor_rollout_ref.hybrid_engine:
+                self.rollouts = EmbeddedRollouts(self.actor_wg)
+            else:
+                self.rollouts = ServerRollouts(self.config, self.actor_wg, self.device_name)
+                know("rollout server", self.rollouts.servers)
             # Their processes start up while the workers load the model.
             self.reward_loop_manager = RewardLoopManager(self.config)
             self.agent_loop_manager = DiffusionAgentLoopManager(
-                self.config, self.actor_wg.workers, self.reward_loop_manager.reward_loop_worker_handles
+                self.config, self.rollouts.servers, self.reward_loop_manager.reward_loop_worker_handles
             )
             know("reward process", self.reward_loop_manager.reward_loop_workers)
             know("agent process", self.agent_loop_manager.workers)
@@ -139,7 +146,7 @@ class BaseRayDiffusionTrainer:
             actor.optim.total_training_steps = max(1, self.total_steps * per_step)  # none to train: val_only
 
     def shutdown(self) -> None:
-        for manager in (self.agent_loop_manager, self.reward_loop_manager):
+        for manager in (self.agent_loop_manager, self.reward_loop_manager, self.rollouts):
             if manager is not None:
                 manager.shutdown()
 
@@ -171,16 +178,21 @@ class BaseRayDiffusionTrainer:
             batch.non_tensor_batch["init_seed"] = object_array([seed for seed in starts for _ in range(rollout.n)])
         return batch
 
-    def _generate(self, batch: DataProto, policy: str) -> DataProto:
-        """Images and rewards for a rollout batch, joined to it."""
-        output, scores = self._generate_images(batch, policy)
-        return side_by_side(output, scores())
+    def _place(self, batch: DataProto, ranks: list[int] | None = None) -> str:
+        """Say which engine draws each sample and where its trajectory is left; the name of the new experience."""
+        servers, ship = self.rollouts.places(ranks, len(batch))
+        name = new_experience()
+        batch.non_tensor_batch["server"] = object_array(servers)
+        batch.non_tensor_batch["place"] = object_array(places(name, len(batch), ship))
+        return name
 
-    def _generate_images(self, batch: DataProto, policy: str) -> tuple[DataProto, Callable[[], DataProto]]:
-        """(trajectories, what waits for their pixels and rewards): rewards go on while the model does other work."""
-        self.actor_wg.start_rollout(policy)
-        output, collect = self.agent_loop_manager.generate_images(batch)
-        self.actor_wg.stop_rollout()
+    def _draw(
+        self, batch: DataProto, policy: str, images_to: dict[int, str] | None = None
+    ) -> tuple[DataProto, Callable[[], DataProto]]:
+        """(samples, what waits for their rewards): rewards go on while the model does other work."""
+        self.rollouts.begin(policy, self.global_step)
+        output, collect = self.agent_loop_manager.generate_images(batch, images_to)
+        self.rollouts.end()
 
         def scores() -> DataProto:
             result = collect()
@@ -204,19 +216,20 @@ class BaseRayDiffusionTrainer:
         if val.noise_level > 0:
             model = dataclasses.replace(self.settings.actor_rollout_ref.model, pipeline=pipeline)
             sampling["sde_window"] = (0, DiffusionModelBase.get_class(model).num_steps(model) - 1)
+        policy = "ema" if self.settings.actor_rollout_ref.actor.ema_decay else "current"
+        folder, limit = self.run_dir / "validation" / f"step_{self.global_step}", self.config.trainer.log_val_images
         outputs, start = [], 0
         for rows in self.val_loader:
             batch = DataProto.from_single_dict(rows)
             seeds = range(val.seed + start, val.seed + start + len(batch) * val.n)  # as a user counts them
-            start += len(seeds)
             batch = self._rollout_batch(batch, val.n, seeds, sampling)
-            outputs.append(
-                self._generate(batch, "ema" if self.settings.actor_rollout_ref.actor.ema_decay else "current")
-            )
+            batch.meta_info["scores_only"] = True  # who draws the images writes them
+            files = {i: str(folder / f"{start + i:05d}") for i in range(len(batch)) if limit < 0 or start + i < limit}
+            start += len(seeds)
+            output, scores = self._draw(batch, policy, files)
+            outputs.append(side_by_side(output, scores()))
         joined = DataProto.concat(outputs)
-        joined.meta_info = outputs[0].meta_info
-        folder = self.run_dir / "validation" / f"step_{self.global_step}"
-        write_validation(joined, folder, self.config.trainer.log_val_images)
+        write_samples(joined, folder)
         return validation_metrics(joined, val.n)
 
     # ---- checkpoints ---------------------------------------------------------------------------------
@@ -357,7 +370,28 @@ class BaseRayDiffusionTrainer:
 
     def training_step(self, rows: dict[str, Any], timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
         """One step on one batch of prompts: (the batch with its rewards, metrics)."""
+        with timer(timing, "gen"):
+            experience = self.sample(DataProto.from_single_dict(rows))
+        batch, metrics = self.learn(experience, timing)
+        if self.online:
+            self.actor_wg.release(experience.name)
+        return batch, metrics
+
+    def sample(self, prompts: DataProto) -> Experience:
+        """Draw samples for one training step. It knows of the loss only what that declares to need."""
         raise NotImplementedError
+
+    def learn(self, experience: Experience, timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
+        """Rewards, advantages, update; it does not know which engine drew the samples."""
+        raise NotImplementedError
+
+    def _scored(self, experience: Experience, timing: dict[str, float]) -> DataProto:
+        """An experience with its rewards; they were computed meanwhile, and this is what is left to wait for."""
+        with timer(timing, "reward"):
+            batch = side_by_side(experience.batch, experience.scores)
+        timing |= {f"gen_{phase}": seconds for phase, seconds in batch.meta_info.pop("timing").items()}
+        batch.batch["sample_level_rewards"] = batch.batch["rm_scores"][:, 0]
+        return batch
 
     def _seed(self, purpose: str) -> int:
         """What the trainer draws at this step: a seed for each purpose."""

@@ -12,14 +12,14 @@ from verl_omni.algorithms.old_policy import old_policy_decay
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.trainer.config.schema import DiffusionTrainerConfig
 from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
+from verl_omni.trainer.diffusion.experience import Experience, new_experience
 from verl_omni.trainer.diffusion.ordering import deal_units
 from verl_omni.trainer.progress import timer
 from verl_omni.utils.arrays import object_array
+from verl_omni.workers.rollout.trajectories import COLUMN
 
-# What a rollout brings beside final latents and text features; the loss sees none of it.
-NOT_TRAINED = {
-    "responses", "rm_scores", "score", "sample_level_rewards", "all_latents", "all_timesteps", "rollout_log_probs",
-}  # fmt: skip
+# What a sample has beside latents and text features; the loss sees none of it.
+NOT_TRAINED = {"responses", "rm_scores", "score", "sample_level_rewards", "sample"}
 
 
 class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
@@ -36,10 +36,12 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
         """Samples (a scored rollout, or cached pairs) -> the loss's tensors -> noise levels -> update -> old policy."""
         super().fit()
 
-    def training_step(self, rows: dict[str, Any], timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
-        prompts = DataProto.from_single_dict(rows)
-        with timer(timing, "gen"):
-            batch, rewards = self._rollout(prompts) if self.online else self._cached_pairs(prompts)
+    def learn(self, experience: Experience, timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
+        if self.online:
+            batch = self._scored(experience, timing)
+            rewards = batch.batch["sample_level_rewards"]
+        else:
+            batch, rewards = experience.batch, experience.scores.batch["rm_scores"][:, 0]
         with timer(timing, "adv"):
             trained = self.loss_fn.prepare_actor_batch(batch, rewards, self.settings)
         metrics = dict(trained.meta_info.get("metrics", {}))
@@ -53,20 +55,23 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
 
     # ---- samples -------------------------------------------------------------------------------------
 
-    def _rollout(self, prompts: DataProto) -> tuple[DataProto, torch.Tensor]:
-        """Images by the ODE from the policy that the algorithm names, with their rewards."""
-        batch = self._generate(self._training_requests(prompts, {}), self.algorithm.rollout_policy)
-        batch.batch["clean_latents"] = batch.batch.pop("final_latents")
-        batch.batch["sample_level_rewards"] = batch.batch["rm_scores"][:, 0]
-        return batch, batch.batch["sample_level_rewards"]
+    def sample(self, prompts: DataProto) -> Experience:
+        """Images by the ODE from the policy that the algorithm names, or the pairs of the data set themselves."""
+        if not self.online:
+            return self._cached_pairs(prompts)
+        batch = self._training_requests(prompts, {})
+        name = self._place(batch)
+        output, scores = self._draw(batch, self.algorithm.rollout_policy)
+        return Experience(name, version=self.global_step, batch=output, collect=scores)
 
-    def _cached_pairs(self, pairs: DataProto) -> tuple[DataProto, torch.Tensor]:
+    def _cached_pairs(self, pairs: DataProto) -> Experience:
         """Chosen and rejected samples of the data set, adjacent; their order or their scores are the rewards."""
         uids = [f"{self.global_step}-{i // 2}" for i in range(len(pairs))]
         pairs.non_tensor_batch["uid"] = object_array(uids)
-        if self.config.algorithm.paired_preference:
-            return pairs, torch.tensor([1.0, 0.0]).repeat(len(pairs) // 2)
-        return pairs, pairs.batch["score"]
+        paired = self.config.algorithm.paired_preference
+        rewards = torch.tensor([1.0, 0.0]).repeat(len(pairs) // 2) if paired else pairs.batch["score"]
+        scores = DataProto.from_dict({"rm_scores": rewards[:, None]})
+        return Experience(new_experience(), version=self.global_step, batch=pairs, collect=lambda: scores)
 
     # ---- update --------------------------------------------------------------------------------------
 
@@ -87,7 +92,8 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
         )
         rows = (order[:, None] * size + torch.arange(size)).reshape(-1)
         kept = [k for k in batch.batch.keys() if k not in NOT_TRAINED]
-        dealt = batch.select(batch_keys=kept, non_tensor_batch_keys=[])[rows]
+        references = [COLUMN] if COLUMN in batch.non_tensor_batch else []
+        dealt = batch.select(batch_keys=kept, non_tensor_batch_keys=references)[rows]
         dealt.batch["share"] = (share / size).repeat_interleave(size)
         dealt.meta_info = {
             "num_mini_batches": len(sizes),

@@ -83,6 +83,7 @@ def _check(settings: DiffusionTrainerConfig) -> None:
     for where, pipeline in (("", arr.rollout.pipeline), ("val_kwargs.", validation_pipeline(arr.rollout))):
         _check_size(f"actor_rollout_ref.rollout.{where}pipeline", pipeline, adapter, arr.model)
         _check_reads(f"actor_rollout_ref.rollout.{where}pipeline", pipeline, adapter, arr.model)
+    _check_placement(settings)
     _check_numbers(settings)
     check_workers(settings)
 
@@ -116,6 +117,20 @@ def _check_estimator(algorithm: DiffusionAlgoConfig) -> None:
         )
     for name, weight in weights.items():
         Range().check(f"algorithm.reward_weights.{name}", weight)
+
+
+def _check_placement(settings: DiffusionTrainerConfig) -> None:
+    """Settings of rollout servers are for runs that have some."""
+    arr = settings.actor_rollout_ref
+    if not arr.hybrid_engine and settings.algorithm.sample_source == "offline":
+        raise ValueError("actor_rollout_ref.hybrid_engine=false: cached pairs need no rollout servers; leave it true")
+    for name in ("n_gpus_per_node", "nnodes"):
+        value = getattr(arr.rollout, name)
+        if arr.hybrid_engine and value is not None:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.{name}={value} is for rollout servers: set "
+                "actor_rollout_ref.hybrid_engine=false, or leave it out"
+            )
 
 
 def _check_guidance(settings: DiffusionTrainerConfig, adapter: type[DiffusionModelBase]) -> None:

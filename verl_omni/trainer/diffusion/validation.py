@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 from verl.protocol import DataProto
 
-from verl_omni.reward_loop.reward_function import as_pil
-
 
 def validation_metrics(batch: DataProto, n: int) -> dict[str, float]:
     """`val-core/<data_source>/reward/mean@n`, and the mean of every other number that the reward function told."""
@@ -30,13 +28,14 @@ def reward_extras(batch: DataProto) -> Sequence[dict[str, Any]]:
     return batch.non_tensor_batch.get("reward_extra_info", [{}] * len(batch))
 
 
-def write_validation(batch: DataProto, folder: Path, limit: int) -> None:
-    """`<index>.png` (a video: .gif) and samples.jsonl, one line an image, for the first `limit` images."""
+def write_samples(batch: DataProto, folder: Path) -> None:
+    """samples.jsonl: one line for each image that was written."""
     folder.mkdir(parents=True, exist_ok=True)
     extras = reward_extras(batch)
     with (folder / "samples.jsonl").open("w") as lines:
-        for i in range(len(batch) if limit < 0 else min(limit, len(batch))):
-            name = write_image(batch.batch["responses"][i].float() / 255, folder, f"{i:05d}")
+        for i, name in enumerate(batch.non_tensor_batch["image_file"]):
+            if name is None:
+                continue
             reward_model = batch.non_tensor_batch["reward_model"][i] or {}
             row = {
                 "index": i,
@@ -48,13 +47,3 @@ def write_validation(batch: DataProto, folder: Path, limit: int) -> None:
                 "reward_extra_info": extras[i],
             }
             lines.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
-
-
-def write_image(pixels: Any, folder: Path, stem: str) -> str:
-    """Write an image, or a video as an animation; the file's name."""
-    picture = as_pil(pixels)
-    if isinstance(picture, list):
-        picture[0].save(folder / f"{stem}.gif", save_all=True, append_images=picture[1:], duration=125, loop=0)
-        return f"{stem}.gif"
-    picture.save(folder / f"{stem}.png")
-    return f"{stem}.png"

@@ -1,25 +1,85 @@
-"""What every rollout engine returns, embedded or remote."""
+"""The rollout protocol: what can be asked of any engine that draws samples, and what it answers.
 
+An engine may sit in the training worker, in a process of its own or behind a server; who asks cannot tell.
+"""
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 
 @dataclass
-class ImageOutput:
-    """One finished request: the image (uint8, C x H x W; a video F x C x H x W) and what training needs of it."""
+class RolloutOutput:
+    """One finished request.
 
-    image: torch.Tensor
+    `response` is what was made: an image (uint8, C x H x W), a video (F x C x H x W), a waveform or a text, as
+    `modality` says. `trajectory` and `conditions` are what training needs of it, or `reference` says where that lies.
+    `version` is that of the weights that made it.
+    """
+
+    response: torch.Tensor | str
     trajectory: dict[str, torch.Tensor] = field(default_factory=dict)
     conditions: dict[str, torch.Tensor] = field(default_factory=dict)
+    modality: str = "image"
+    version: int = 0
+    reference: Any = None
 
-    def cpu(self) -> "ImageOutput":
+    @property
+    def image(self) -> torch.Tensor:
+        return self.response
+
+    def cpu(self) -> "RolloutOutput":
         """Ready to leave the process. A row of a batch is copied: pickling a view would send the whole batch."""
-        return ImageOutput(
-            self.image.cpu().clone(),
-            {k: v.cpu().clone() for k, v in self.trajectory.items()},
-            {k: v.cpu().clone() for k, v in self.conditions.items()},
+        return dataclasses.replace(
+            self,
+            response=own_copy(self.response) if isinstance(self.response, torch.Tensor) else self.response,
+            trajectory={k: own_copy(v) for k, v in self.trajectory.items()},
+            conditions={k: own_copy(v) for k, v in self.conditions.items()},
         )
+
+
+def own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu().clone()
+
+
+class RolloutEngine(ABC):
+    """Draws samples with weights of a known version."""
+
+    #: of the weights that the next request is drawn with
+    version: int = 0
+
+    @abstractmethod
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        request_id: str,
+        image_data: list[Any] | None = None,
+        video_data: list[Any] | None = None,
+        negative_prompt_ids: list[int] | None = None,
+        priority: int = 0,
+    ) -> RolloutOutput:
+        """One sample for one tokenized prompt. Concurrent calls may share forwards."""
+
+    @abstractmethod
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Take new weights, all that are trained, by the training module's names. Requests that run end on the old."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Begin no further request; returns when none is running."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Take requests again."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Give everything back. Waiting requests fail."""
 
 
 def pad_and_cat(tensors: list[torch.Tensor]) -> torch.Tensor:

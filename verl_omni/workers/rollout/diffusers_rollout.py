@@ -1,15 +1,17 @@
-"""The embedded rollout engine: diffusers, in the actor's process, on the actor's own weights.
+"""The rollout engine on diffusers.
 
-There is no copy of the model and nothing to synchronise, so the rollout's log-probabilities are the policy's own. It
-answers the same `generate` call as a vLLM-Omni server.
+In the training worker it draws with the weights that are trained: there is no copy of the model and nothing to
+synchronise, so its log-probabilities are the policy's own. `diffusers_server.py` gives it a process and weights of its
+own.
 """
 
 import collections
 import contextlib
 import dataclasses
 import math
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +23,7 @@ from verl_omni.utils.batcher import Batcher
 from verl_omni.utils.memory import names_memory_knobs
 from verl_omni.utils.single_frame_vae import speed_up_single_frames
 from verl_omni.workers.config import DiffusionModelConfig, DiffusionPipelineConfig, DiffusionRolloutConfig
-from verl_omni.workers.rollout.base import ImageOutput, pad_and_cat
+from verl_omni.workers.rollout.base import RolloutEngine, RolloutOutput, pad_and_cat
 from verl_omni.workers.rollout.encoders import Encoders
 
 PIPELINE_KEYS = tuple(f.name for f in dataclasses.fields(DiffusionPipelineConfig))
@@ -35,7 +37,7 @@ class _Request:
     params: dict[str, Any]
 
 
-class DiffusersRollout:
+class DiffusersRollout(RolloutEngine):
     def __init__(
         self,
         config: DiffusionRolloutConfig,
@@ -70,6 +72,8 @@ class DiffusersRollout:
         self._prompt_cache_size = prompt_cache_size
         self.decode_batch_size = equal_parts(config.max_num_seqs, decode_batch_size)
         self.seconds: dict[str, float] = {}
+        self._running, self._paused, self._stopped = False, False, False
+        self._state = threading.Condition()
 
     async def generate(
         self,
@@ -80,8 +84,10 @@ class DiffusersRollout:
         video_data: list[Any] | None = None,
         negative_prompt_ids: list[int] | None = None,
         priority: int = 0,
-    ) -> ImageOutput:
+    ) -> RolloutOutput:
         """One image for one tokenized prompt. Concurrent calls share forwards, up to `max_num_seqs`."""
+        if self._stopped:
+            raise RuntimeError("the rollout engine has been stopped")
         request = _Request(list(prompt_ids), negative_prompt_ids, image_data, dict(sampling_params))
         key = tuple(
             repr(sampling_params.get(k)) for k in (*PIPELINE_KEYS, "noise_level", "sde_type", "keep_trajectory")
@@ -90,9 +96,47 @@ class DiffusersRollout:
         key += (None if window is None else window[1] - window[0],)
         return await self.batcher.submit(request, key, sampling_params.get("position"))
 
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Between two batches. All weights that are trained, or an error: half of an update is no policy."""
+        was_paused = self._paused
+        self.pause()
+        try:
+            load_trained(self.module, weights)
+            self.version = version
+        finally:
+            if not was_paused:
+                self.resume()
+
+    def pause(self) -> None:
+        with self._state:
+            self._paused = True
+            self._state.wait_for(lambda: not self._running)
+
+    def resume(self) -> None:
+        with self._state:
+            self._paused = False
+            self._state.notify_all()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self.batcher.close(RuntimeError("the rollout engine has been stopped"))
+        self.resume()
+
+    def run_batch(self, requests: list[_Request]) -> list[RolloutOutput]:
+        """One batch at a time, and none while the engine is paused."""
+        with self._state:
+            self._state.wait_for(lambda: not self._paused)
+            self._running = True
+        try:
+            return self._draw(requests)
+        finally:
+            with self._state:
+                self._running = False
+                self._state.notify_all()
+
     @names_memory_knobs("rollout")
     @torch.no_grad()
-    def run_batch(self, requests: list[_Request]) -> list[ImageOutput]:
+    def _draw(self, requests: list[_Request]) -> list[RolloutOutput]:
         """Requests of one kind (size, steps, guidance, window length) through one denoising loop."""
         self._clock = time.perf_counter()
         params = requests[0].params
@@ -131,7 +175,13 @@ class DiffusersRollout:
         self._tick("decode")
         rows = trajectory.rows()
         return [
-            ImageOutput(image, row if keep else {}, {k: v[0] for k, v in cond.items()} if keep else {})
+            RolloutOutput(
+                image,
+                row if keep else {},
+                {k: v[0] for k, v in cond.items()} if keep else {},
+                modality="video" if image.ndim == 4 else "image",
+                version=self.version,
+            )
             for image, row, cond in zip(images, rows, conditions, strict=True)
         ]
 
@@ -197,6 +247,20 @@ class DiffusersRollout:
         if len(self._prompts) > self._prompt_cache_size:
             self._prompts.popitem(last=False)
         return self._on_device[key]
+
+
+@torch.no_grad()
+def load_trained(module: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy weights into the parameters of that name; every trained one, no other."""
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    missing = dict.fromkeys(trained)
+    for name, tensor in weights:
+        if name not in trained:
+            raise KeyError(f"weights for {name}, which is no trained parameter of the rollout's model")
+        trained[name].copy_(tensor)
+        missing.pop(name, None)
+    if missing:
+        raise KeyError(f"{len(missing)} of {len(trained)} weights did not arrive, such as {next(iter(missing))}")
 
 
 def equal_parts(total: int, most: int) -> int:

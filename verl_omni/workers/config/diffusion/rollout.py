@@ -97,6 +97,10 @@ class DiffusionRolloutConfig:
     name: str = knob(
         "diffusers", "rollout engine: diffusers (embedded, on the actor's own weights)", choices=("diffusers",)
     )
+    n_gpus_per_node: int | None = knob(
+        None, "hybrid_engine=false: rollout servers on each node, a device each (on a CPU: processes); null: 1", least=1
+    )
+    nnodes: int | None = knob(None, "hybrid_engine=false: nodes with rollout servers; null: 1", least=1)
     n: int = knob(16, "images a prompt: the group that is compared", least=1)
     seed: int = knob(0, "seed of the training rollouts", least=0, most=MOST_SEED)
     max_num_seqs: int = knob(32, "requests in one forward", least=1)

@@ -20,17 +20,17 @@ from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.sampling import transformer_inputs
 from verl_omni.pipelines.schedulers.flow_match_sde import check_timesteps, sqrt_neg_dt
 from verl_omni.pipelines.schedulers.steps import kl_std
-from verl_omni.utils.seeds import derive_seed
 from verl_omni.workers.config import CheckpointConfig, DiffusionModelConfig, FSDPConfig, OptimizerConfig
 from verl_omni.workers.engine.fsdp import checkpoint_io
-from verl_omni.workers.engine.fsdp.attention import attention_choice, choose_attention
+from verl_omni.workers.engine.fsdp.attention import attention_choice
 from verl_omni.workers.engine.fsdp.compile_ahead import compile_ahead
 from verl_omni.workers.engine.fsdp.fused_gelu import fuse_gelu
-from verl_omni.workers.engine.fsdp.lora import FoldedLora, add_lora
+from verl_omni.workers.engine.fsdp.lora import FoldedLora
 from verl_omni.workers.engine.fsdp.optimizer import build_optimizer
 from verl_omni.workers.engine.fsdp.pairs import micro_batches, pair_indices
 from verl_omni.workers.engine.fsdp.parallel import compile_blocks, shard
 from verl_omni.workers.engine.fsdp.policies import Policies, fsdp_modules, reshard
+from verl_omni.workers.engine.module import autocast, build_module, on_gpu, resolve_dtypes
 from verl_omni.workers.host_memory import HostMemory, bring, bring_state, local
 
 LossFunction = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], Any]
@@ -70,21 +70,12 @@ class DiffusersFSDPEngine(BaseEngine):
 
     def initialize(self) -> None:
         """Build the module, shard it, and make the optimizer and the learning-rate schedule."""
-        torch.manual_seed(derive_seed(self.engine_config.seed, "initial weights"))
-        self.module = self.adapter.load_module(self.model_config, self.model_dtype)
-        self.parts = self.adapter.trained_modules(self.module)
-        if self.model_config.lora_rank > 0:
-            add_lora(self.parts, self.model_config, self.adapter)
-        if self.model_config.lora_path:
-            checkpoint_io.load_lora(self.model_config, self.parts)
-        backend, why = attention_choice(self.engine_config.attention_backend, self.adapter, self.device)
+        attention, why = attention_choice(self.engine_config.attention_backend, self.adapter, self.device)
         if self.device.type != "cpu" and dist.get_rank() == 0:
-            print(f"Attention: {backend or 'native'} ({why}).", flush=True)
-        for part in self.parts.values():
-            if self.model_config.enable_gradient_checkpointing:
-                part.enable_gradient_checkpointing()
-            if backend is not None:
-                choose_attention(part, backend)
+            print(f"Attention: {attention or 'native'} ({why}).", flush=True)
+        self.module, self.parts = build_module(
+            self.model_config, self.engine_config.seed, self.model_dtype, attention
+        )
         self.module.to(self.device)
         self.host = HostMemory()
         self.sharded = dist.get_world_size() > 1
@@ -128,8 +119,7 @@ class DiffusersFSDPEngine(BaseEngine):
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """Compute in `dtype`, on one rank and on many alike."""
-        mixed = self.dtype != torch.float32
-        return torch.autocast(self.device.type, self.dtype) if mixed else contextlib.nullcontext()
+        return autocast(self.device, self.dtype)
 
     def keep_reference(self, offload: bool = False) -> None:
         """Full fine-tuning: remember the starting weights. With LoRA the reference is the model without adapters."""
@@ -366,6 +356,12 @@ class DiffusersFSDPEngine(BaseEngine):
         stacked = torch.stack(gathered)
         return {n: (stacked[:, i].max() if is_maximum(n) else stacked[:, i].mean()).item() for i, n in enumerate(names)}
 
+    def get_per_tensor_param(self, **kwargs) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
+        """(the trained weights by name, each gathered from all ranks; no peft config: names are the module's own)."""
+        reshard(self.parts.values())
+        whole = ((n, p.full_tensor() if hasattr(p, "full_tensor") else p) for n, p in self.parameters.items())
+        return ((name, tensor.detach()) for name, tensor in whole), None
+
     # ---- data parallelism and checkpoints ------------------------------------------------------------
 
     def get_data_parallel_size(self) -> int:
@@ -429,21 +425,6 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
         micro_batch["sqrt_dt"] = sqrt_neg_dt(self.scheduler, timestep)
         in_kl = kl_std(self.model_config.algo.sde_type, std_dev_t, micro_batch["sqrt_dt"])
         return {"log_probs": log_probs, "prev_sample_mean": mean, "std_dev_t": std_dev_t, "kl_std": in_kl}
-
-
-def resolve_dtypes(config: FSDPConfig, device: torch.device, lora: bool) -> tuple[torch.dtype, torch.dtype]:
-    """(dtype of the computation, dtype that the weights are held in)."""
-    compute = getattr(torch, config.dtype) if config.dtype else (
-        torch.float32 if device.type == "cpu" else torch.bfloat16
-    )  # fmt: skip
-    if config.model_dtype:
-        return compute, getattr(torch, config.model_dtype)
-    return compute, compute if lora else torch.float32
-
-
-def on_gpu(setting: bool | None, device: torch.device) -> bool:
-    """A setting whose default is yes on a GPU and no on a CPU."""
-    return device.type == "cuda" if setting is None else setting
 
 
 def and_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:

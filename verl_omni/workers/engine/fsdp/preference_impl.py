@@ -39,6 +39,8 @@ class PreferenceDiffusersFSDPEngine(DiffusersFSDPEngine):
 
         This happens before the first optimizer step, so that "current" is the policy that made the samples.
         """
+        if "final_latents" in data:  # of a rollout; cached pairs have their clean latents already
+            data = {"clean_latents" if k == "final_latents" else k: v for k, v in data.items()}
         shape = data["clean_latents"].shape[1:]
         noise = [[seeded_noise(shape, seed) for seed in seeds] for seeds in data["noise_seed"].tolist()]
         data = data | {"noise": torch.stack([torch.stack(levels) for levels in noise])}

@@ -1,0 +1,73 @@
+"""Trajectories lie where they were made, or in the object store; several experiences at once."""
+
+import pytest
+import ray
+import torch
+from verl.protocol import DataProto
+
+from verl_omni.utils.arrays import object_array
+from verl_omni.workers.rollout.base import RolloutOutput
+from verl_omni.workers.rollout.trajectories import COLUMN, TrajectoryStore, ship
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    if not ray.is_initialized():
+        ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="ERROR")
+
+
+def drawn(number: float, text_tokens: int = 2) -> RolloutOutput:
+    trajectory = {
+        "final_latents": torch.full((3,), number),
+        "all_latents": torch.full((2, 3), number),
+        "all_timesteps": torch.full((1,), number),
+        "rollout_log_probs": torch.full((1,), number),
+    }
+    return RolloutOutput(torch.zeros(3, 4, 4), trajectory, {"prompt_embeds": torch.ones(text_tokens, 5)}, version=6)
+
+
+def batch_of(*outputs: RolloutOutput) -> DataProto:
+    return DataProto.from_dict(
+        {"sample_id": torch.arange(len(outputs))}, {COLUMN: object_array([o.reference for o in outputs])}
+    )
+
+
+def test_the_driver_sees_a_few_numbers_and_a_reference():
+    answer = TrajectoryStore().keep("e0/1", drawn(1.0))
+    assert set(answer.trajectory) == {"all_timesteps", "rollout_log_probs"} and not answer.conditions
+    assert answer.version == 6 and answer.reference.key == "e0/1"
+
+
+def test_what_is_kept_comes_back_stacked_in_the_order_that_is_asked_for():
+    store = TrajectoryStore()
+    one, two = store.keep("e0/0", drawn(1.0, text_tokens=2)), store.keep("e0/1", drawn(2.0, text_tokens=4))
+    rows = store.batch(batch_of(two, one))
+    assert rows["all_latents"][:, 0, 0].tolist() == [2.0, 1.0]
+    assert rows["prompt_embeds"].shape == (2, 4, 5) and rows["prompt_embeds"][1, 2:].sum() == 0
+    assert "final_latents" not in rows  # with stored steps nobody trains on the end
+
+
+def test_without_stored_steps_the_end_is_what_is_kept():
+    store = TrajectoryStore()
+    answer = store.keep("e0/0", RolloutOutput(torch.zeros(3, 4, 4), {"final_latents": torch.ones(3)}))
+    assert set(store.batch(batch_of(answer))) == {"final_latents"}
+
+
+def test_one_experience_is_released_and_the_other_stays():
+    store = TrajectoryStore()
+    one, ten = store.keep("e1/0", drawn(1.0)), store.keep("e10/0", drawn(2.0))
+    store.release("e1")
+    assert store.batch(batch_of(ten))["all_latents"][0, 0, 0] == 2.0
+    with pytest.raises(KeyError, match="e1/0"):
+        store.batch(batch_of(one))
+
+
+def test_what_another_process_drew_is_fetched_once(cluster):
+    """Results of a pass over the samples stay with them, wherever they were drawn."""
+    answer = ray.get(ray.remote(ship).remote("e2/0", drawn(3.0)))
+    store, data = TrajectoryStore(), batch_of(answer)
+    assert store.batch(data)["all_latents"][0, 0, 0] == 3.0
+    store.add(data, {"ref_prev_sample_mean": torch.ones(1, 1, 3)})
+    assert store.batch(data)["ref_prev_sample_mean"].shape == (1, 1, 3)
+    store.release("e2")
+    assert not store.rows

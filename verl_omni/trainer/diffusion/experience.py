@@ -1,0 +1,41 @@
+"""What `sample` hands to `learn`."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from verl.protocol import DataProto
+
+_numbers = itertools.count()
+
+
+def new_experience() -> str:
+    """A name that no other experience of this run has."""
+    return f"e{next(_numbers)}"
+
+
+def places(experience: str, samples: int, ship: bool) -> list[dict[str, Any]]:
+    """Where the engines are to leave the trajectory of each sample."""
+    return [{"key": f"{experience}/{sample}", "ship": ship} for sample in range(samples)]
+
+
+@dataclass
+class Experience:
+    """Samples that were drawn for one training step, and where the rest of them is.
+
+    `batch` holds a row a sample: its group, a few numbers, and a reference to its trajectory. `version` is the number
+    of training steps that the weights had seen which drew it. Rewards may still be on their way: `scores` waits for
+    them. Several experiences can be alive at once.
+    """
+
+    name: str
+    version: int
+    batch: DataProto
+    collect: Callable[[], DataProto]
+
+    @cached_property
+    def scores(self) -> DataProto:
+        """Rewards, in the rows' order."""
+        return self.collect()

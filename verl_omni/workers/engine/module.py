@@ -1,0 +1,61 @@
+"""The module that is trained and rolled out, as training and rollout processes build it alike."""
+
+import contextlib
+
+import torch
+
+from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.utils.seeds import derive_seed
+from verl_omni.workers.config import DiffusionModelConfig, FSDPConfig
+from verl_omni.workers.engine.fsdp.attention import choose_attention
+from verl_omni.workers.engine.fsdp.checkpoint_io import load_lora
+from verl_omni.workers.engine.fsdp.lora import add_lora
+
+
+def build_module(
+    model_config: DiffusionModelConfig, seed: int, dtype: torch.dtype, attention: str | None
+) -> tuple[torch.nn.Module, dict[str, torch.nn.Module]]:
+    """(the module, the diffusers models in it that are trained), on the CPU, with its LoRA and attention kernels."""
+    adapter = DiffusionModelBase.get_class(model_config)
+    torch.manual_seed(derive_seed(seed, "initial weights"))
+    module = adapter.load_module(model_config, dtype)
+    parts = adapter.trained_modules(module)
+    if model_config.lora_rank > 0:
+        add_lora(parts, model_config, adapter)
+    if model_config.lora_path:
+        load_lora(model_config, parts)
+    for part in parts.values():
+        if model_config.enable_gradient_checkpointing:
+            part.enable_gradient_checkpointing()
+        if attention is not None:
+            choose_attention(part, attention)
+    return module, parts
+
+
+def resolve_dtypes(engine_config: FSDPConfig, device: torch.device, lora: bool) -> tuple[torch.dtype, torch.dtype]:
+    """(dtype of the computation, dtype that the weights are held in)."""
+    compute = getattr(torch, engine_config.dtype) if engine_config.dtype else (
+        torch.float32 if device.type == "cpu" else torch.bfloat16
+    )  # fmt: skip
+    if engine_config.model_dtype:
+        return compute, getattr(torch, engine_config.model_dtype)
+    return compute, compute if lora else torch.float32
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
+    """Compute in `dtype`, on one rank and on many alike."""
+    return torch.autocast(device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext()
+
+
+def on_gpu(setting: bool | None, device: torch.device) -> bool:
+    """A setting whose default is yes on a GPU and no on a CPU."""
+    return device.type == "cuda" if setting is None else setting
+
+
+def quiet_loading() -> None:
+    """No progress bars for the loading of single files: the run has one of its own."""
+    import diffusers
+    import transformers
+
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()

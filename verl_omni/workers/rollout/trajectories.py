@@ -1,0 +1,83 @@
+"""Trajectories go from where they are made to where they are used, never through the driver.
+
+The driver needs an image's reward and a few numbers; latents and text features are only needed by the rank that trains
+on them. A sample that this rank draws for itself stays here. Any other goes into Ray's object store, and what travels
+is a reference.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+from verl.protocol import DataProto
+
+from verl_omni.workers.rollout.base import RolloutOutput, own_copy, pad_and_cat
+
+# What the driver gets of each trajectory.
+SMALL = ("rollout_log_probs", "all_timesteps")
+# The column of a batch that says where the rest is.
+COLUMN = "trajectory"
+
+
+@dataclass(frozen=True)
+class TrajectoryRef:
+    """`key` is `<experience>/<sample>`. Without an object the trajectory lies in the worker that trains on it."""
+
+    key: str
+    stored: Any = None  # a ray.ObjectRef
+
+
+def large_part(output: RolloutOutput) -> dict[str, torch.Tensor]:
+    """What training needs of a sample: its stored steps, or its end where none was stored, and its conditions."""
+    fields = output.trajectory | output.conditions
+    drop = (*SMALL, "final_latents") if "all_latents" in fields else SMALL
+    return {k: v for k, v in fields.items() if k not in drop}
+
+
+def by_reference(output: RolloutOutput, reference: TrajectoryRef) -> RolloutOutput:
+    """The answer without what is large, ready to leave the process."""
+    small = {k: v for k, v in output.trajectory.items() if k in SMALL}
+    return dataclasses.replace(output, trajectory=small, conditions={}, reference=reference).cpu()
+
+
+def ship(key: str, output: RolloutOutput) -> RolloutOutput:
+    """Put a trajectory where any process can fetch it."""
+    stored = ray.put({k: own_copy(v) for k, v in large_part(output).items()})
+    return by_reference(output, TrajectoryRef(key, stored))
+
+
+class TrajectoryStore:
+    """The trajectories that a training worker holds, of any number of experiences."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, dict[str, torch.Tensor]] = {}
+
+    def keep(self, key: str, output: RolloutOutput) -> RolloutOutput:
+        self.rows[key] = large_part(output)
+        return by_reference(output, TrajectoryRef(key))
+
+    def release(self, experience: str) -> None:
+        """Forget the samples of an experience."""
+        self.rows = {key: row for key, row in self.rows.items() if key.split("/")[0] != experience}
+
+    def holds(self, data: DataProto) -> bool:
+        return COLUMN in data.non_tensor_batch
+
+    def batch(self, data: DataProto) -> dict[str, torch.Tensor]:
+        """The trajectories of these samples, stacked. What lies elsewhere is fetched once."""
+        if not self.holds(data):
+            return {}
+        references = list(data.non_tensor_batch[COLUMN])
+        absent = {r.key: r for r in references if r.key not in self.rows}
+        strangers = [key for key, r in absent.items() if r.stored is None]
+        if strangers:
+            raise KeyError(f"samples {strangers[:4]} are not in this worker and nowhere else")
+        self.rows |= dict(zip(absent, ray.get([r.stored for r in absent.values()]), strict=True))
+        rows = [self.rows[r.key] for r in references]
+        return {name: pad_and_cat([row[name][None] for row in rows]) for name in rows[0]}
+
+    def add(self, data: DataProto, fields: dict[str, torch.Tensor]) -> None:
+        for i, reference in enumerate(data.non_tensor_batch[COLUMN]):
+            self.rows[reference.key] = self.rows[reference.key] | {name: value[i] for name, value in fields.items()}
