@@ -268,7 +268,7 @@ def test_nobody_waits_for_scores_in_a_thread():
     half = DataProto.from_dict(tensors={"x": torch.zeros(2)}, meta_info={"timing": {}})
     manager = object.__new__(DiffusionAgentLoopManager)
     manager.num_servers = manager.num_reward_workers = manager.max_num_seqs = 1
-    manager.workers = [Remote(generate_images=lambda batch: half, collect_scores=lambda only: half)]
+    manager.workers = [Remote(generate_images=lambda batch, name: half, collect_scores=lambda *_: half)]
     waits = []
     with mock.patch("ray.get", lambda calls: waits.append(threading.current_thread()) or calls):
         _, collect = manager.generate_images(batch(["mine"] * 2))
