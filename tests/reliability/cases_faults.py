@@ -19,7 +19,6 @@ def killed() -> list[Fault]:
         Fault(theme, "while Ray starts", outside=signal_when(SIGKILL, is_running("gcs_server")), **nobody),
         Fault(theme, "while the model is loaded", order("loading", "driver", SIGKILL, -1), **nobody),
         Fault(theme, "in the rollout of step 2", order("rollout", "driver", SIGKILL), **nobody),
-        Fault(theme, "in the rewards of step 2", order("rewards", "driver", SIGKILL), **nobody),
         Fault(theme, "in the update of step 2", order("update", "driver", SIGKILL), **nobody),
         Fault(theme, "in the validation after step 2", order("validation", "driver", SIGKILL), **nobody),
         Fault(theme, "while the checkpoint of step 2 is written", order("save", "driver", SIGKILL, 2), **nobody),
@@ -36,11 +35,9 @@ def asked() -> list[Fault]:
         Fault(ctrl_c, "in the rollout of step 2", order("rollout", "foreground", SIGINT), **stopped),
         Fault(ctrl_c, "in the rewards of step 2", order("rewards", "foreground", SIGINT), **stopped),
         Fault(ctrl_c, "in the update of step 2", order("update", "foreground", SIGINT), **stopped),
-        Fault(ctrl_c, "in the validation after step 2", order("validation", "foreground", SIGINT), **stopped),
         Fault(ctrl_c, "while a checkpoint is written", order("save", "foreground", SIGINT, 2), **stopped),
         Fault(ctrl_c, "twice, in the update of step 2", order("update", "foreground", SIGINT, times=2), **stopped),
         Fault(sigterm, "while the model is loaded", order("loading", "driver", SIGTERM, -1), **stopped),
-        Fault(sigterm, "in the rollout of step 2", order("rollout", "driver", SIGTERM), **stopped),
         Fault(sigterm, "in the update of step 2", order("update", "driver", SIGTERM), **stopped),
         Fault(sigterm, "while a checkpoint is written", order("save", "driver", SIGTERM, 2), **stopped),
         Fault("The terminal is closed (SIGHUP)", "in the update of step 2", order("update", "driver", SIGHUP),
@@ -120,11 +117,6 @@ def checkpoints() -> list[Fault]:
         shutil.copytree(interrupted(), folder / "run")
         (folder / "run/global_step_99").mkdir()
 
-    def only_whole_folder_name(folder: Path) -> None:
-        shutil.copytree(interrupted(), folder / "run")
-        shutil.rmtree(folder / "run/global_step_2")
-        (folder / "run/global_step_2").mkdir()
-
     return [
         Fault(theme, "weights are cut off", **damaged("state/*.safetensors", cut)),
         Fault(theme, "one bit of the weights is flipped", **damaged("state/*.safetensors", flip)),
@@ -132,7 +124,6 @@ def checkpoints() -> list[Fault]:
         Fault(theme, "its manifest is cut off", **damaged("manifest.json", cut)),
         Fault(theme, "the trainer's state is empty", **damaged("trainer.*", empty)),
         Fault(theme, "an empty folder global_step_99", given=hollow, ends="succeeds", says=None),
-        Fault(theme, "all of its files are gone", given=only_whole_folder_name, says=("global_step_2",), **go_on),
     ]  # fmt: skip
 
 
