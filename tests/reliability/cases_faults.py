@@ -17,11 +17,11 @@ def killed() -> list[Fault]:
     theme, nobody = "The command is killed (kill -9)", {"says": None, "clean": False}
     return [
         Fault(theme, "while Ray starts", outside=signal_when(SIGKILL, is_running("gcs_server")), **nobody),
-        Fault(theme, "while the model is loaded", order("loading", "driver", SIGKILL, -1), **nobody),
-        Fault(theme, "in the rollout of step 2", order("rollout", "driver", SIGKILL), **nobody),
-        Fault(theme, "in the update of step 2", order("update", "driver", SIGKILL), **nobody),
-        Fault(theme, "in the validation after step 2", order("validation", "driver", SIGKILL), **nobody),
-        Fault(theme, "while the checkpoint of step 2 is written", order("save", "driver", SIGKILL, 2), **nobody),
+        Fault(theme, "while the model is loaded", order("loading", "command", SIGKILL, -1), **nobody),
+        Fault(theme, "in the rollout of step 2", order("rollout", "command", SIGKILL), **nobody),
+        Fault(theme, "in the update of step 2", order("update", "command", SIGKILL), **nobody),
+        Fault(theme, "in the validation after step 2", order("validation", "command", SIGKILL), **nobody),
+        Fault(theme, "while the checkpoint of step 2 is written", order("save", "command", SIGKILL, 2), **nobody),
     ]  # fmt: skip
 
 
@@ -37,10 +37,10 @@ def asked() -> list[Fault]:
         Fault(ctrl_c, "in the update of step 2", order("update", "foreground", SIGINT), **stopped),
         Fault(ctrl_c, "while a checkpoint is written", order("save", "foreground", SIGINT, 2), **stopped),
         Fault(ctrl_c, "twice, in the update of step 2", order("update", "foreground", SIGINT, times=2), **stopped),
-        Fault(sigterm, "while the model is loaded", order("loading", "driver", SIGTERM, -1), **stopped),
-        Fault(sigterm, "in the update of step 2", order("update", "driver", SIGTERM), **stopped),
-        Fault(sigterm, "while a checkpoint is written", order("save", "driver", SIGTERM, 2), **stopped),
-        Fault("The terminal is closed (SIGHUP)", "in the update of step 2", order("update", "driver", SIGHUP),
+        Fault(sigterm, "while the model is loaded", order("loading", "command", SIGTERM, -1), **stopped),
+        Fault(sigterm, "in the update of step 2", order("update", "command", SIGTERM), **stopped),
+        Fault(sigterm, "while a checkpoint is written", order("save", "command", SIGTERM, 2), **stopped),
+        Fault("The terminal is closed (SIGHUP)", "in the update of step 2", order("update", "command", SIGHUP),
               says=None),
     ]  # fmt: skip
 
@@ -52,6 +52,7 @@ def processes_die() -> list[Fault]:
         return Fault(theme, name, deed, says=says)
 
     return [
+        died("the driver, kill -9 in an update", order("update", "main_diffusion", SIGKILL), "run"),
         died("training worker, kill -9 while it loads", order("loading", "DiffusionWorker", SIGKILL, -1)),
         died("training worker, kill -9 in a rollout", order("rollout", "DiffusionWorker", SIGKILL), "run"),
         died("training worker, kill -9 in an update", order("update", "DiffusionWorker", SIGKILL), "run"),

@@ -113,15 +113,15 @@ def _attempt(case: Fault, folder: Path) -> dict[str, Any]:
         why.append(f"leaves {len(left)} processes behind: {left[0]}")
     shown = code if other is None else other.process.returncode
     result = {"seconds": seconds, "code": shown, "line": line, "lines": len(after), "why": why}
-    return result | going_on(case, folder, why)
+    return result | going_on(case, folder, happened.get("step", last_step(folder / "run")), why)
 
 
-def going_on(case: Fault, folder: Path, why: list[str]) -> dict[str, Any]:
+def going_on(case: Fault, folder: Path, logged: int, why: list[str]) -> dict[str, Any]:
     """Type the command again: do metrics and weights come out as if nothing had happened?"""
     run_dir = folder / "run"
     order = case.order or {}
     saving = order.get("at") == "save" or order.get("do") == "fill"  # then the save of the last step was in flight
-    begun = last_step(run_dir) + (not saving)
+    begun = logged + (not saving)
     (folder / "log.txt").rename(folder / "first.txt")
     for name in ("order.json", "happened"):
         (folder / name).unlink(missing_ok=True)
@@ -207,7 +207,7 @@ def interrupted() -> Path:
 def _interrupted() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="interrupted-"))
     ready(folder)
-    order = {"at": "rewards", "after": 2, "do": "signal", "who": "driver", "number": signal.SIGKILL}
+    order = {"at": "rewards", "after": 2, "do": "signal", "who": "command", "number": signal.SIGKILL}
     (folder / "order.json").write_text(json.dumps(order))
     run = Run(command(), folder)
     (folder / "driver").write_text(str(run.process.pid))
@@ -237,7 +237,8 @@ def signal_when(number: int, ready_: Callable[[Path], bool], group: bool = False
 def note(folder: Path) -> None:
     """The fault happens now."""
     size = (folder / "log.txt").stat().st_size
-    (folder / "happened").write_text(json.dumps({"time": time.time(), "log": size}))
+    now = {"time": time.time(), "log": size, "step": last_step(folder / "run")}
+    (folder / "happened").write_text(json.dumps(now))
 
 
 def after_seconds(seconds: float) -> Callable[[Path], bool]:

@@ -24,7 +24,8 @@ def moment(name: str) -> None:
         os.rename(HERE / "order.json", HERE / "done.json")  # by one process, once
     except FileNotFoundError:
         return
-    (HERE / "happened").write_text(json.dumps({"time": time.time(), "log": (HERE / "log.txt").stat().st_size}))
+    now = {"time": time.time(), "log": (HERE / "log.txt").stat().st_size, "step": last_step()}
+    (HERE / "happened").write_text(json.dumps(now))
     DEEDS[order["do"]](order)
 
 
@@ -44,13 +45,14 @@ def send(order: dict) -> None:
 
 
 def who(title: str) -> list[int]:
-    """Processes of this run by a word of their title; the driver; or all of its terminal's foreground."""
-    driver = int((HERE / "driver").read_text())
-    if title == "driver":
-        return [driver]
+    """The command; all of its terminal's foreground; or another process of this run by a word of its title."""
+    command = int((HERE / "driver").read_text())
+    if title == "command":
+        return [command]
     if title == "foreground":  # what Ctrl-C reaches
-        return [pid for pid in mine() if os.getpgid(pid) == driver]
-    return [pid for pid in mine() if title in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().decode()][:1]
+        return [pid for pid in mine() if os.getpgid(pid) == command]
+    titles = {pid: pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in mine() if pid != command}
+    return [pid for pid, words in titles.items() if title in words][:1]
 
 
 def mine() -> list[int]:
