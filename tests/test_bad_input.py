@@ -53,6 +53,7 @@ def data(tmp_path_factory) -> Path:
     (folder / "broken.parquet").write_bytes(b"no parquet at all")
     (folder / "prompts.txt").write_text("a cat\n")
     (folder / "nan.py").write_text("def compute_score(image):\n    return float('nan')\n")
+    (folder / "exits.py").write_text("import sys\nsys.exit(3)\n")
     (folder / "typo.py").write_text("def compute_score(imgae):\n    return 1.0\n")
     (folder / "no_model").mkdir()
     shutil.copytree(tiny_checkpoint(), folder / "wordless")
@@ -158,6 +159,8 @@ CASES = {
     "reward manager for text": (["reward.reward_manager.name=naive"], 'unknown reward.reward_manager.name "naive"'),
     "reward manager's file": (["reward.reward_manager.source=importlib"], "reward_manager.module.path=<file.py>"),
     "module not there": ([f"{A}model.external_lib=no_such_module"], "is its folder on PYTHONPATH?"),
+    "reward that exits": (["reward.custom_reward_function.path={data}/exits.py"], "cannot be imported: SystemExit: 3"),
+    "folder with too long a name": (["trainer.default_local_dir={data}/" + "x" * 300], "File name too long"),
     # what would change nothing
     "servers that are not there": ([f"{A}rollout.n_gpus_per_node=2"], "hybrid_engine=false, or leave it out"),
     "weights of steps": (["algorithm.rollout_correction.rollout_is=step"], "there is nothing to correct"),

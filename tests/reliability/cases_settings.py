@@ -63,7 +63,7 @@ def names() -> list[BadInput]:
         (f"{A}actor.checkpoint.save_contents=[modle]", "model"), (f"{A}model.load_format=bogus", "dummy"),
         (f"{A}actor.fsdp_config.attention_backend=bogus", "native"),
         (f"{A}rollout.agent.default_agent_loop=bogus", "diffusion_single_turn_agent"),
-        (f"{A}rollout.val_kwargs.sde_type=bogus", "cps"), ("trainer.logger=[wandbb]", "wandb"),
+        ("trainer.logger=[wandbb]", "wandb"),
         ("trainer.device=gpu", "cpu"), ("trainer.resume_mode=atuo", "auto"),
         ("algorithm.trainer_type=policy_gradients", "policy_gradient"), ("algorithm.sample_source=onlin", "online"),
         ("algorithm.adv_mode=bogus", "continuous"), ("algorithm.old_policy_decay_schedule=bogus", "copy"),
@@ -75,6 +75,8 @@ def names() -> list[BadInput]:
         cases.append(BadInput("Names", setting.removeprefix(A), (setting,), (value, meant)))
     lora = f"{A}model.lora_rank=4"
     cases += [
+        BadInput("Names", "an unknown step in validation",
+                 (f"{A}rollout.val_kwargs.sde_type=bogus", f"{A}rollout.val_kwargs.noise_level=0.5"), ("bogus", "cps")),
         BadInput("Names", "a knob that is gone", (f"{A}actor.fsdp_config.strategy=fsdp2",), ("fsdp_config.strategy",)),
         BadInput("Names", "a step that trains nothing: sde_type=ode", (f"{A}rollout.algo.sde_type=ode",)),
         BadInput("Names", "an optimizer that needs a closure", (f"{A}actor.optim.optimizer=LBFGS",)),
@@ -103,7 +105,6 @@ def names() -> list[BadInput]:
         BadInput("Names", "corrections where there is nothing to correct",
                  ("algorithm.rollout_correction.rollout_is=step",), ("rollout_is=step",)),
         BadInput("Names", "a served reward model", ("reward.reward_model.enable=true",), ("reward_model.enable",)),
-        BadInput("Names", "devices apart", (f"{A}hybrid_engine=false",)),
     ]  # fmt: skip
     return cases
 

@@ -14,6 +14,11 @@ def test_nothing_near_is_not_guessed(known, end):
     assert unknown("step type", "euler_ancestral", known) == f'unknown step type "euler_ancestral": {end}'
 
 
+def test_a_long_list_is_cut():
+    line = unknown("backend", "bogus", [f"backend_number_{i}" for i in range(50)])
+    assert line.endswith(", ... (50 in all)") and "backend_number_0, backend_number_1, " in line and len(line) < 300
+
+
 def test_nearest_ignores_case_and_answers_in_the_known_spelling():
     assert nearest("qwenimagepipline", ["QwenImagePipeline", "FluxPipeline"]) == ' Did you mean "QwenImagePipeline"?'
     assert nearest("video", ["QwenImagePipeline"]) == ""

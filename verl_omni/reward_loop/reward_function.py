@@ -71,7 +71,7 @@ class RewardFunction:
             raise FileNotFoundError(f'reward.custom_reward_function.path="{path}": there is no such file')
         try:
             module = load_module(os.path.expanduser(path))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             cause = error.__cause__ or error
             raise ValueError(
                 f'reward.custom_reward_function.path="{path}" cannot be imported: {type(cause).__name__}: {cause}'

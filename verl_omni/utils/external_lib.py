@@ -18,6 +18,12 @@ def import_external_lib(names: Any) -> None:
             raise ModuleNotFoundError(
                 f'actor_rollout_ref.model.external_lib="{name}" cannot be imported: is its folder on PYTHONPATH?'
             ) from error
+        except ValueError:  # a registration that is refused says what is wrong
+            raise
+        except Exception as error:
+            raise ValueError(
+                f'actor_rollout_ref.model.external_lib="{name}" cannot be imported: {type(error).__name__}: {error}'
+            ) from error
 
 
 def with_registered(names: Any) -> Any:

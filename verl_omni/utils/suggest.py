@@ -14,8 +14,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f' Did you mean "{by_lower[match[0]]}"?' if match else ""
 
 
+SHOWN = 200  # characters of a list: what is more than that nobody reads
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """One line such as ``unknown algorithm "flow_grop": did you mean "flow_grpo"? known: flow_grpo, mix_grpo``."""
     known = sorted({str(k) for k in known})
     hint = nearest(name, known).replace(" Did", "did", 1)
-    return f'unknown {kind} "{name}": ' + (f"{hint} " if hint else "") + f"known: {', '.join(known) or 'none'}"
+    listed = ", ".join(known) or "none"
+    if len(listed) > SHOWN:
+        listed = f"{listed[:SHOWN].rpartition(', ')[0]}, ... ({len(known)} in all)"
+    return f'unknown {kind} "{name}": ' + (f"{hint} " if hint else "") + f"known: {listed}"

@@ -51,11 +51,18 @@ def check_trackers(trainer: TrainerConfig) -> None:
 def check_folder(trainer: TrainerConfig) -> None:
     """The run's folder can be made and written to."""
     folder = Path(trainer.default_local_dir).expanduser()
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except OSError as error:  # a name that is too long
+        raise ValueError(f'trainer.default_local_dir="{_short(folder)}": {error.strerror}') from error
     if not there.is_dir():
         raise ValueError(f'trainer.default_local_dir="{trainer.default_local_dir}": {there} is a file, not a folder')
     if not os.access(there, os.W_OK):
         raise ValueError(f'trainer.default_local_dir="{trainer.default_local_dir}": {there} cannot be written to')
+
+
+def _short(path: Path) -> str:
+    return str(path) if len(str(path)) <= 100 else f"{str(path)[:100]}..."
 
 
 def check_optimizer(config: OptimizerConfig) -> None:
