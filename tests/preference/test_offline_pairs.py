@@ -295,3 +295,9 @@ def test_a_cache_from_a_stranger_runs_nothing_and_is_refused_in_one_line(tmp_pat
     assert not (tmp_path / "ran").exists()
     pickle.loads(content)
     assert (tmp_path / "ran").exists(), "the payload does run where a pickle is read"
+
+
+def test_a_manifest_without_its_keys_is_named(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"format": 1, "shards": []}')
+    with pytest.raises(ValueError, match="manifest.json lacks architecture, model, path, height, width, scores"):
+        OfflinePairDataset(tmp_path)

@@ -20,6 +20,7 @@ from verl_omni.workers.config import DiffusionModelConfig
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+KEYS = ("shards", "architecture", "model", "path", "height", "width", "scores")
 SAMPLED_BYTES = 2**20
 
 
@@ -39,6 +40,8 @@ class OfflinePairDataset(Dataset):
             raise ValueError(f"{self.folder / MANIFEST} is cut off or overwritten: prepare it anew") from None
         if self.manifest.get("format") != FORMAT:
             raise ValueError(f"{self.folder} has format {self.manifest.get('format')}, not {FORMAT}: prepare it anew")
+        if missing := [name for name in KEYS if name not in self.manifest]:
+            raise ValueError(f"{self.folder / MANIFEST} lacks {', '.join(missing)}: prepare it anew")
         self._places = []
         for shard in self.manifest["shards"]:
             path = self.folder / shard["file"]
