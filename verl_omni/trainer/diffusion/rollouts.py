@@ -42,6 +42,8 @@ class ServerRollouts:
         self.actor_wg = actor_wg
         rollout = config.actor_rollout_ref.rollout
         per_node, nodes = rollout.n_gpus_per_node or 1, rollout.nnodes or 1
+        if device == "cuda":
+            check_devices(actor_wg.world_size, per_node * nodes, int(ray.cluster_resources().get("GPU", 0)))
         threads = worker_environment(device, per_node)
         server = ray.remote(DiffusersServer).options(
             num_cpus=1, num_gpus=1 if device == "cuda" else 0, runtime_env={"env_vars": threads}
@@ -66,6 +68,16 @@ class ServerRollouts:
     def shutdown(self) -> None:
         for server in self.servers:
             ray.kill(server)
+
+
+def check_devices(training: int, rollout: int, there: int) -> None:
+    """Ray would wait for a GPU that never comes."""
+    if training + rollout > there:
+        raise ValueError(
+            f"actor_rollout_ref.hybrid_engine=false: training has {training} GPUs and the rollout servers need "
+            f"{rollout} more, but Ray has {there} in all: add GPUs, lower trainer.n_gpus_per_node or "
+            "actor_rollout_ref.rollout.n_gpus_per_node, or leave hybrid_engine true"
+        )
 
 
 def in_turn(samples: int, servers: int) -> list[int]:

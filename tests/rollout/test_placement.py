@@ -1,0 +1,21 @@
+"""Where samples are drawn, as the trainer sees it."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from verl_omni.trainer.diffusion.rollouts import EmbeddedRollouts, check_devices
+
+
+def test_a_sample_is_drawn_where_it_is_trained_if_that_is_known():
+    two = EmbeddedRollouts(SimpleNamespace(workers=["a", "b"]))
+    assert two.places([1, 0, 1, 0], 4) == ([1, 0, 1, 0], False)
+    assert two.places(None, 4) == ([0, 0, 1, 1], True)
+    one = EmbeddedRollouts(SimpleNamespace(workers=["a"]))
+    assert one.places(None, 3) == ([0, 0, 0], False)
+
+
+def test_gpus_that_are_not_there_are_named_before_ray_waits_for_them():
+    check_devices(training=4, rollout=4, there=8)
+    with pytest.raises(ValueError, match="training has 4 GPUs and the rollout servers need 5 more, but Ray has 8"):
+        check_devices(training=4, rollout=5, there=8)
