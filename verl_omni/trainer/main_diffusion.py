@@ -175,10 +175,10 @@ def _run_on_ray(config: DictConfig, task_runner_class: Any, quiet: bool) -> None
     started = not ray.is_initialized()
     try:
         with in_one_line():
-            if started:
-                start_ray(config)
             if quiet:
                 keep_daemons_quiet()
+            if started:
+                start_ray(config)
             interrupts.listen()
             if task_runner_class is not None:
                 ray.get(task_runner_class.remote().run.remote(config))

@@ -29,18 +29,15 @@ def open_run_log(folder: str | Path) -> None:
 
 
 def keep_daemons_quiet() -> None:
-    """What workers print is shown; what Ray's own daemons print counts as stderr. To be called after ray.init."""
-    from ray._private.ray_logging import global_worker_stdstream_dispatcher as streams
+    """What workers print is shown; what Ray says of its own counts as stderr. To be called before ray.init."""
+    from ray._private import worker
 
-    name = "ray_print_logs"
-    shown = [show for known, show in streams.handlers if known == name]
+    show = worker.print_to_stdstream
 
-    def show_workers(data: dict[str, Any]) -> None:
-        for show in shown:
-            show(data | {"is_err": data["is_err"] or data["pid"] == "raylet"})
+    def show_workers(data: dict[str, Any], ignore_prefix: bool) -> None:
+        show(data | {"is_err": data["is_err"] or data.get("pid") == "raylet"}, ignore_prefix)
 
-    streams.remove_handler(name)
-    streams.add_handler(name, show_workers)
+    worker.print_to_stdstream = show_workers
 
 
 def log_traceback(error: BaseException) -> None:
