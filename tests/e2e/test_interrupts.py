@@ -10,13 +10,19 @@ from test_resume import SCORES_A_STEP, SCORES_OF_VALIDATION, assert_nobody_left
 
 pytestmark = pytest.mark.timeout(1500)  # whole runs, on a machine that may be busy
 
-# The scores of the run to compare with; tells how many there were.
-COUNTS = """
-import pathlib, killer
+# The scores of the run to compare with. In the second step the first one waits until the signal is on its way.
+COUNTS = f"""
+import pathlib, time, killer
+
+HERE, count = pathlib.Path(__file__).parent, 0
 
 def compute_score(image, prompt):
-    with pathlib.Path(__file__).with_name("scores").open("a") as scores:
-        scores.write("x")
+    global count
+    count += 1
+    if count == {SCORES_OF_VALIDATION + SCORES_A_STEP + 1}:
+        (HERE / "second step").touch()
+        while not (HERE / "signalled").exists():
+            time.sleep(0.01)
     return killer.compute_score(image, prompt)
 """
 SETTINGS = settings("run", *LEARNING, "reward.custom_reward_function.path=counts.py", "trainer.save_freq=-1")
@@ -34,10 +40,11 @@ def stopped(tmp_path_factory):
     """(folder, exit code, output) of a run that gets a Ctrl-C in the middle of its second step."""
     folder = user_folder(tmp_path_factory.mktemp("stopped"))
     (folder / "counts.py").write_text(COUNTS)
-    (folder / "scores").touch()
     run = Run(SETTINGS, folder)
-    wait_for(run, lambda: len((folder / "scores").read_text()) > SCORES_OF_VALIDATION + SCORES_A_STEP)
+    wait_for(run, (folder / "second step").exists)
     run.process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    (folder / "signalled").touch()
     code = run.wait()
     assert_nobody_left(folder)
     return folder, code, run.output()
