@@ -74,7 +74,8 @@ class TrajectoryStore:
         strangers = [key for key, r in absent.items() if r.stored is None]
         if strangers:
             raise KeyError(f"samples {strangers[:4]} are not in this worker and nowhere else")
-        self.rows |= dict(zip(absent, ray.get([r.stored for r in absent.values()]), strict=True))
+        if absent:
+            self.rows |= dict(zip(absent, ray.get([r.stored for r in absent.values()]), strict=True))
         rows = [self.rows[r.key] for r in references]
         return {name: pad_and_cat([row[name][None] for row in rows]) for name in rows[0]}
 
