@@ -119,7 +119,7 @@ def import_everything() -> None:
     import torch._inductor.compile_fx
     import torch._inductor.select_algorithm  # noqa: F401
 
-    import benchmarks.local_trainer  # noqa: F401
+    import verl_omni.testing.local_trainer  # noqa: F401
     from verl_omni.utils import flops
 
     flops.PEAKS.clear()  # no FLOP rates are shown, and each setting would wait for them to be counted
@@ -128,25 +128,12 @@ def import_everything() -> None:
 def measure(work: str, images: int, overrides: list[str], moments: Path) -> dict[str, float]:
     """Seconds and peak memory of the second step. Adam's first moments after it go to a file."""
     import torch
-    from hydra import compose, initialize_config_module
 
-    from benchmarks.local_trainer import LocalTrainer
-    from verl_omni.trainer.config import schema
-    from verl_omni.trainer.preflight import preflight
-    from verl_omni.trainer.resources import choose_device
+    from verl_omni.testing.local_trainer import local_config, local_trainer
 
-    schema.register()
     with tempfile.TemporaryDirectory() as folder:
-        given = [
-            *settings(WORKS[work], images, Path(folder)),
-            "trainer.total_training_steps=2",
-            f"trainer.device={choose_device(None)}",
-            *overrides,
-        ]
-        with initialize_config_module("verl_omni.trainer.config", version_base=None):
-            config = preflight(compose("diffusion_trainer", given))
-        trainer = LocalTrainer(config)
-        trainer.init_workers()
+        given = [*settings(WORKS[work], images, Path(folder)), "trainer.total_training_steps=2", *overrides]
+        trainer = local_trainer(local_config(given))
         batches = iter(trainer.train_loader)
         timing: dict[str, float] = {}
         trainer.training_step(next(batches), {})

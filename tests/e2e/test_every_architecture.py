@@ -1,5 +1,5 @@
-"""Two steps of the real command on every architecture; every algorithm has its turn. The engine's own tests try all
-pairs (tests/pipelines/test_matrix.py)."""
+"""Two steps of the real trainer on every architecture; every algorithm has its turn. In one process: what Ray does with
+them is the same for all. The engine's own tests try all pairs (tests/pipelines/test_matrix.py)."""
 
 import io
 import math
@@ -8,15 +8,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from e2e_runs import Run, metrics, prompts, settings
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as upstream
+from e2e_runs import metrics, prompts, settings
 from PIL import Image
 from tiny_models import tiny_checkpoint
 
-pytestmark = pytest.mark.timeout(1500)  # whole runs, on a machine that may be busy
+from verl_omni.testing.local_trainer import local_config, local_trainer
 
 ALGORITHM, LOSS = "actor_rollout_ref.model.algorithm", "actor_rollout_ref.actor.diffusion_loss"
 PIPELINE, WINDOW = "actor_rollout_ref.rollout.pipeline", "actor_rollout_ref.rollout.algo"
-VIDEO = [f"{PIPELINE}.num_frames=5", "reward.custom_reward_function.path=brightness.py"]
+VIDEO = [f"{PIPELINE}.num_frames=5", "reward.custom_reward_function.path={folder}/brightness.py"]
 BRIGHTNESS = """
 def compute_score(image):
     assert len(image) == 5, "a video is a list of its frames"
@@ -30,7 +31,7 @@ def compute_score(image):
 GDPO = [
     "algorithm.adv_estimator=gdpo",
     "algorithm.reward_weights={score: 1, red: 0.5}",
-    "reward.custom_reward_function.path=two_rewards.py",
+    "reward.custom_reward_function.path={folder}/two_rewards.py",
 ]
 RUNS = {
     "QwenImagePipeline": ("flow_grpo", f"{WINDOW}.sde_window_size=1", f"{WINDOW}.sde_window_per_group=true"),
@@ -47,7 +48,7 @@ RATIOS = ("flow_grpo", "mix_grpo", "dance_grpo", "grpo_guard", "flow_dppo")
 
 
 def with_images(folder) -> list[str]:
-    """The prompts once more, each with a picture to edit; upstream would scale it to 1024 x 1024."""
+    """The prompts once more, each with a picture to edit."""
     rng, files = np.random.default_rng(0), []
     for name in ("train", "test"):
         rows = pq.read_table(prompts() / f"{name}.parquet").to_pylist()
@@ -57,20 +58,14 @@ def with_images(folder) -> list[str]:
             row["images"] = [{"bytes": png.getvalue()}]
         pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
         files.append(str(folder / f"{name}.parquet"))
-    (folder / "small_references.py").write_text(
-        "from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as upstream\n"
-        "upstream.CONDITION_IMAGE_SIZE = upstream.VAE_IMAGE_SIZE = 64 * 64\n"
-    )
-    return [
-        f"data.train_files={files[0]}",
-        f"data.val_files={files[1]}",
-        "actor_rollout_ref.model.external_lib=small_references",
-    ]
+    return [f"data.train_files={files[0]}", f"data.val_files={files[1]}"]
 
 
 @pytest.mark.parametrize("architecture", RUNS)
-def test_two_steps(architecture, tmp_path):
-    algorithm, *particular = RUNS[architecture]
+def test_two_steps(architecture, tmp_path, monkeypatch, process_group):
+    for name in ("CONDITION_IMAGE_SIZE", "VAE_IMAGE_SIZE"):  # upstream would scale pictures to 1024 x 1024
+        monkeypatch.setattr(upstream, name, 64 * 64)
+    algorithm, *particular = (given.replace("{folder}", str(tmp_path)) for given in RUNS[architecture])
     if "Edit" in architecture:
         particular += with_images(tmp_path)
     (tmp_path / "brightness.py").write_text(BRIGHTNESS)
@@ -80,9 +75,8 @@ def test_two_steps(architecture, tmp_path):
     arguments = settings(
         run_dir, f"{ALGORITHM}={algorithm}", "trainer.total_training_steps=2", *particular, model=model
     )
-    Run(
-        [*arguments, "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=0.01"], tmp_path
-    ).succeed()
+    more = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=0.01"]
+    local_trainer(local_config([*arguments, *more])).fit()
     seen = metrics(run_dir)
     for step in (1, 2):
         assert math.isfinite(seen[step]["actor/grad_norm"]) and seen[step]["actor/grad_norm"] > 0

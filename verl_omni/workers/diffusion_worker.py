@@ -51,7 +51,7 @@ class DiffusionWorker(Worker):
         self.model_config: DiffusionModelConfig = OmegaConf.to_object(config.actor_rollout_ref.model)
         self.rollout_config: DiffusionRolloutConfig = OmegaConf.to_object(config.actor_rollout_ref.rollout)
         self.ref_config: DiffusionRefConfig = OmegaConf.to_object(config.actor_rollout_ref.ref)
-        join_process_group()
+        self._joined = join_process_group()
         self.rollout = None
         self.trajectories = TrajectoryStore()
         self._settled = False
@@ -298,7 +298,7 @@ class DiffusionWorker(Worker):
         return os.getpid()
 
     def __del__(self):
-        if dist.is_initialized():
+        if getattr(self, "_joined", False) and dist.is_initialized():
             dist.destroy_process_group()
 
 

@@ -10,16 +10,22 @@ from verl.utils.distributed import initialize_global_process_group_ray
 LOOPBACK = "127.0.0.1"
 
 
-def join_process_group() -> None:
-    """verl's way; with a Ray of our own the meeting point listens on loopback, where torch's listens everywhere."""
+def join_process_group() -> bool:
+    """verl's way; with a Ray of our own the meeting point listens on loopback, where torch's listens everywhere.
+
+    False where this process is in a group already.
+    """
+    if dist.is_initialized():
+        return False
     device = get_device_name()
     backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{get_nccl_backend()}"
     if os.environ["MASTER_ADDR"] != LOOPBACK or "DIST_INIT_METHOD" in os.environ:
         initialize_global_process_group_ray(backend=backend)
-        return
+        return True
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = loopback_store(rank, ranks, int(os.environ["MASTER_PORT"]))
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+    return True
 
 
 def loopback_store(rank: int, ranks: int, port: int) -> dist.Store:

@@ -1,0 +1,1 @@
+"""For tests of this project and of your own extensions."""
