@@ -5,11 +5,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_models import tiny_checkpoint
 
 from verl_omni.pipelines.model_base import _BUILTIN
 from verl_omni.pipelines.model_folder import check_model_folder
-from verl_omni.pipelines.utils import read_component_config, read_index
+from verl_omni.pipelines.utils import load_component, read_component_config, read_index
 from verl_omni.trainer.main_diffusion import users_mistake
 from verl_omni.workers.config import DiffusionModelConfig
 
@@ -90,3 +91,11 @@ def test_what_is_wrong_is_one_line_with_the_files_name(name, tmp_path):
 @pytest.mark.parametrize("architecture", [*_BUILTIN, "WanPipeline-2.2"])
 def test_whole_folders_of_every_architecture_pass(architecture):
     check_model_folder(DiffusionModelConfig(path=str(tiny_checkpoint(architecture))))
+
+
+def test_weights_that_lack_what_the_config_asks_for_are_no_model(tmp_path):
+    """diffusers leaves such layers random, and a run would train them."""
+    folder = shutil.copytree(tiny_checkpoint(QWEN), tmp_path / "model")
+    edit(folder / CONFIG, num_layers=3)
+    with pytest.raises(ValueError, match="tensors that its weights do not have, such as transformer_blocks.2."):
+        load_component(DiffusionModelConfig(path=str(folder)), "transformer", torch.float32)

@@ -49,7 +49,15 @@ def load_component(model_config: Any, name: str, dtype: torch.dtype) -> torch.nn
     cls = getattr(diffusers, config["_class_name"])
     if model_config.load_format == "dummy":
         return random_model(lambda: cls.from_config(dict(config)), dtype)
-    return cls.from_pretrained(os.path.expanduser(model_config.path), subfolder=name, torch_dtype=dtype)
+    folder = os.path.expanduser(model_config.path)
+    model, loading = cls.from_pretrained(folder, subfolder=name, torch_dtype=dtype, output_loading_info=True)
+    missing = sorted(set(loading["missing_keys"]) & dict(model.named_parameters()).keys())
+    if missing:  # diffusers would leave them random
+        raise ValueError(
+            f"{os.path.join(folder, name)}: its config.json asks for {len(missing)} tensors that its weights do not "
+            f"have, such as {missing[0]}: is the config that of another size of the model?"
+        )
+    return model
 
 
 def random_model(build: Callable[[], torch.nn.Module], dtype: torch.dtype) -> torch.nn.Module:
