@@ -7,7 +7,14 @@ import shutil
 import pytest
 from ray.exceptions import RayTaskError
 
-from verl_omni.trainer.diffusion.checkpointing import begin, check_room, find_resume, publish, whole_checkpoints
+from verl_omni.trainer.diffusion.checkpointing import (
+    IN_BETWEEN,
+    begin,
+    check_room,
+    find_resume,
+    publish,
+    whole_checkpoints,
+)
 
 LATEST = "latest_checkpointed_iteration.txt"
 
@@ -34,6 +41,21 @@ def test_a_save_that_fails_leaves_nothing(tmp_path):
     (tmp_path / ".writing_global_step_2").mkdir()  # what a killed run leaves
     save(tmp_path, 2)
     assert {p.name for p in tmp_path.iterdir()} == {"global_step_1", "global_step_2", LATEST}
+
+
+def test_none_is_deleted_before_there_are_too_many(tmp_path):
+    for step in (10, 20, 30, 40, 50):
+        save(tmp_path, step, keep=4)
+        left = list(whole_checkpoints(tmp_path))
+        assert left == [10, 20, 30, 40, 50][max(0, step // 10 - 4) : step // 10]
+
+
+def test_one_in_between_pushes_none_out_that_was_asked_for(tmp_path):
+    for step in (100, 120, 140, 200, 220):
+        with publish(tmp_path, step, {}, keep=2) as writing:
+            if step % 100:
+                (writing / IN_BETWEEN).touch()
+    assert {100, 200} <= whole_checkpoints(tmp_path).keys()
 
 
 def test_the_newest_are_kept(tmp_path):

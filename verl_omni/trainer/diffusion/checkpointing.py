@@ -20,6 +20,7 @@ from verl_omni.trainer.diffusion.manifest import CheckpointError
 
 STEP = re.compile(r"global_step_(\d+)")
 LATEST = "latest_checkpointed_iteration.txt"
+IN_BETWEEN = "in_between.txt"  # in a checkpoint that no trainer.save_freq asked for
 MODES = ("auto", "auto_previous", "disable", "resume_path")
 # What else in a run's folder tells of the run, and moves with its checkpoints.
 RECORDS = ("config*.yaml", "metrics.jsonl", "starts.jsonl", "validation", "report.html")
@@ -67,9 +68,9 @@ def publish(folder: str | Path, step: int, run: dict[str, Any], keep: int | None
         remove(final)
     writing.rename(final)
     _set_latest(folder, step)
-    if keep is not None:
-        older = [path for number, path in whole_checkpoints(folder).items() if number < step]
-        for old in older[: len(older) - (keep - 1)]:
+    if keep is not None:  # of those that were asked for; one in between is replaced by the next
+        asked_for = [path for path in whole_checkpoints(folder).values() if not (path / IN_BETWEEN).exists()]
+        for old in asked_for[:-keep]:
             remove(old)
 
 
@@ -106,6 +107,7 @@ def _is_full(error: BaseException | None) -> bool:
 def _set_latest(folder: Path, step: int) -> None:
     latest = folder / f".{LATEST}"
     latest.write_text(str(step))
+    manifest.flush(latest)
     latest.replace(folder / LATEST)
     manifest.flush(folder)
 

@@ -7,8 +7,6 @@ from verl_omni.trainer.config.schema import TrainerConfig
 from verl_omni.trainer.diffusion import checkpointing
 from verl_omni.trainer.interrupts import stop_requested
 
-IN_BETWEEN = "in_between.txt"
-
 
 def is_due(step: int, every: int, last: bool) -> bool:
     """-1: only after the last step. 0: never. N: every N steps and after the last."""
@@ -20,7 +18,7 @@ class Saving:
 
     def __init__(self, trainer: TrainerConfig):
         self.every, self.minutes = trainer.save_freq, trainer.save_minutes
-        self._last = time.monotonic()
+        self._last, self._step = time.monotonic(), 0
 
     def is_due(self, step: int, last: bool) -> bool:
         return self.is_asked_for(step, last) or (self.every != 0 and (stop_requested() or self._clock_is_up()))
@@ -28,16 +26,21 @@ class Saving:
     def is_asked_for(self, step: int, last: bool) -> bool:
         return is_due(step, self.every, last)
 
+    def misses(self, step: int) -> bool:
+        """Whether a run that stops after this step would lose it."""
+        return self.every != 0 and step != self._step
+
     def _clock_is_up(self) -> bool:
         return self.minutes > 0 and time.monotonic() - self._last >= 60 * self.minutes
 
     def mark(self, folder: Path) -> None:
         """Into a checkpoint that is being written: it is not one of those that the user asked for."""
-        (folder / IN_BETWEEN).write_text("saved by trainer.save_minutes or on a signal; the next one replaces it\n")
+        note = "saved by trainer.save_minutes or on a signal; the next one replaces it\n"
+        (folder / checkpointing.IN_BETWEEN).write_text(note)
 
     def saved(self, folder: Path, step: int) -> None:
         """A whole checkpoint is there: older ones in between are not needed any more."""
-        self._last = time.monotonic()
+        self._last, self._step = time.monotonic(), step
         for number, path in checkpointing.whole_checkpoints(folder).items():
-            if number < step and (path / IN_BETWEEN).exists():
+            if number < step and (path / checkpointing.IN_BETWEEN).exists():
                 checkpointing.remove(path)
