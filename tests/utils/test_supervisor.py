@@ -79,10 +79,20 @@ def test_a_signal_waits_for_the_step(tmp_path, number):
 def test_a_second_signal_does_not_wait(tmp_path):
     run = Watched(tmp_path, STEP.format(seconds=600), step=2)
     run.process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    time.sleep(1.5)
     run.process.send_signal(signal.SIGINT)
     code, said = run.end()
     assert code == 130 and "stopped by Ctrl-C during the rollout of step 2; nothing was saved yet" in said
+
+
+def test_one_request_that_arrives_twice_is_one(tmp_path):
+    """`timeout` signals its child and then its whole group."""
+    run = Watched(tmp_path, STEP.format(seconds=1), step=2)
+    run.process.send_signal(signal.SIGTERM)
+    run.process.send_signal(signal.SIGTERM)
+    code, said = run.end()
+    assert said.splitlines() == ["stopping: this step will be finished and saved (once more to stop at once)"]
+    assert code == 143
 
 
 def test_a_driver_that_is_killed(tmp_path):

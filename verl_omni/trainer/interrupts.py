@@ -4,7 +4,7 @@ import signal
 import threading
 from types import FrameType
 
-from verl_omni.trainer.progress import progress
+from verl_omni.trainer.progress import is_watched, progress
 
 _received: int | None = None
 
@@ -37,5 +37,7 @@ def exit_code() -> int:
 def _note(number: int, _: FrameType | None) -> None:
     again = stop_requested()
     request_stop(number)
+    if is_watched() and progress.done:  # who watches ends a run that is asked twice, and may hand a signal on twice
+        return
     if again or not progress.done:
         raise KeyboardInterrupt

@@ -146,6 +146,7 @@ def run_diffusion(config: DictConfig, task_runner_class: Any = None, quiet: bool
     from verl_omni.trainer.run_lock import run_lock
     from verl_omni.utils.external_lib import with_registered
 
+    tell(run_dir=None, stage="start", step=0, done=0, over=None, last=None)  # of several runs in one process
     check_groups(config)
     model = config.actor_rollout_ref.model
     with config_writable(config):
@@ -249,7 +250,7 @@ def end(line: str, code: int) -> None:
 
 def command() -> None:
     """`python -m verl_omni.trainer.main_diffusion`, and `verl-omni`: the run in a process that this one watches."""
-    if not hydra_errors.TRACEBACKS:
+    if not hydra_errors.TRACEBACKS and sys.platform == "linux":
         supervisor.watch()
     main()
 

@@ -47,6 +47,10 @@ def report_to(pipe: int) -> None:
     _watcher = pipe
 
 
+def is_watched() -> bool:
+    return _watcher is not None
+
+
 def tell(**changes: Any) -> None:
     """Note where the run is now."""
     for name, value in changes.items():

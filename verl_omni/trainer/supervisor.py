@@ -18,6 +18,7 @@ from verl_omni.trainer.progress import Progress
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SECONDS_TO_END = 60.0  # for Ray to shut down, once the run is over
+SAME_REQUEST = 0.3  # `timeout`, batch systems and a launcher hand one request on twice; a person is slower
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -47,6 +48,7 @@ class Supervisor:
         self.child, self.reader = child, reader
         self.progress = Progress()
         self.stopped_by: int | None = None
+        self._asked_at = 0.0
         self._unread = b""
         self._wakeup, write_end = os.pipe()
         os.set_blocking(write_end, False)
@@ -66,10 +68,9 @@ class Supervisor:
                 for number in os.read(self._wakeup, 100):
                     if number in STOPS and self._stop(number):
                         return self._stopped_at_once()
-            if self.progress.over is not None:
-                over_since = over_since or time.monotonic()
-                if time.monotonic() - over_since > SECONDS_TO_END:
-                    break
+            over_since = None if self.progress.over is None else over_since or time.monotonic()
+            if over_since is not None and time.monotonic() - over_since > SECONDS_TO_END:
+                break
             if os.waitid(os.P_PID, self.child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 while select.select([self.reader], [], [], 0)[0] and self._read():
                     pass
@@ -85,7 +86,9 @@ class Supervisor:
 
     def _stop(self, number: int) -> bool:
         """True where the run is to end at once: there is nothing to save, or the user insists."""
-        again, self.stopped_by = self.stopped_by is not None, number
+        if self.stopped_by is not None and time.monotonic() - self._asked_at < SAME_REQUEST:
+            return False
+        again, self.stopped_by, self._asked_at = self.stopped_by is not None, number, time.monotonic()
         if again or not self.progress.done or self.progress.over is not None:
             return True
         say("stopping: this step will be finished and saved (once more to stop at once)")
@@ -112,7 +115,6 @@ class Supervisor:
         why = f"was killed by {name(end.si_status)}" if end is not None else "ended"
         say(f"error: the driver (pid {self.child}) {why} during the {self.progress.where()}{last_words(self.progress)}")
         return 1
-
 
     def _said(self) -> int:
         """A run that was over and did not end: what it would have said, and its exit code."""
