@@ -11,9 +11,30 @@ from typing import Any, TextIO
 _terminal: TextIO | None = None
 
 
-def terminal() -> TextIO:
-    """Where progress and last words are shown."""
-    return _terminal or sys.stderr
+class Terminal:
+    """Where progress and last words are shown. One that was closed ends no run."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self.stream.write(text)
+        except OSError:
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self.stream.flush()
+        except OSError:
+            pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def terminal() -> Terminal:
+    return Terminal(_terminal or sys.stderr)
 
 
 def open_run_log(folder: str | Path) -> None:

@@ -100,7 +100,10 @@ class Console:
         from tqdm import tqdm
 
         if any(key.startswith(VALIDATION) or key in (name for name, _, _ in WATCHED) for key in data):
-            tqdm.write(self.line(data, step))
+            try:
+                tqdm.write(self.line(data, step))
+            except OSError:  # the terminal was closed: the run goes on, and has something to save
+                pass
 
     def line(self, data: Mapping[str, Any], step: int) -> str:
         parts = [f"step {step}" + (f"/{self.total_steps}" if self.total_steps else "")]
