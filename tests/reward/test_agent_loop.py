@@ -32,6 +32,7 @@ from verl_omni.utils.arrays import object_array
 from verl_omni.utils.batcher import Batcher
 from verl_omni.utils.dataset import PromptDataset, create_val_dataloader
 from verl_omni.workers.rollout.base import RolloutOutput
+from verl_omni.workers.rollout.trajectories import TrajectoryStore
 
 GUARD = 60
 
@@ -177,6 +178,35 @@ def test_loops_of_unequal_length_do_not_wait_for_each_other():
     assert sorted(seed for part in drawn for seed in part) == [0, 0, 1, 2, 2]
     assert (0, 1) in drawn and (2,) in drawn
     assert output.non_tensor_batch["version"].tolist() == [7, 7, 7, 0]
+
+
+class BestOfTwo(DiffusionSingleTurnAgentLoop):
+    """Draws twice with parameters of its own, and returns the first."""
+
+    async def run(self, sampling_params, **kwargs):
+        own = {k: sampling_params[k] for k in ("seed", "max_sequence_length", "negative_prompt")}
+        first = await super().run(own, **kwargs)
+        await super().run(own, **kwargs)
+        return first
+
+
+def test_what_is_trained_on_is_the_image_that_the_loop_returned():
+    register("best_of_two")(BestOfTwo)
+    store = TrajectoryStore()
+
+    async def generate(prompt_ids, sampling_params, **rest):
+        drawn = len(store.rows)
+        output = RolloutOutput(torch.full((3, 2, 2), drawn, dtype=torch.uint8), {"final_latents": torch.tensor(drawn)})
+        assert ("position" in sampling_params) == (drawn == 0)
+        return store.keep(sampling_params["place"]["key"], output)
+
+    data = batch(["a"])
+    data.non_tensor_batch["agent_name"] = object_array(["best_of_two"])
+    data.non_tensor_batch["place"] = object_array([{"key": "e0/0", "ship": False}])
+    output = run(data, lambda prompt: 1.0, generate)
+    assert len(store.rows) == 2
+    (reference,) = output.non_tensor_batch["trajectory"]
+    assert store.rows[reference.key]["final_latents"] == output.batch["responses"][0, 0, 0, 0] == 0
 
 
 def test_two_batches_can_be_under_way():

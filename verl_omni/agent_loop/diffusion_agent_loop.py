@@ -86,27 +86,43 @@ class DiffusionSingleTurnAgentLoop(DiffusionAgentLoopBase):
 
 
 class SampleEngine:
-    """The engine as one sample sees it.
+    """The engine as one sample sees it, whatever its agent loop hands on.
 
     A sample's place in the burst belongs to its first request. Later turns, of which some samples have more than
-    others, are batched as they come; a sample that never asks gives its place back.
+    others, are batched as they come; a sample that never asks gives its place back. Each request's trajectory is left
+    under a name of its own: the one that is trained on is that of the response which the loop returns.
     """
 
-    def __init__(self, server: Any):
-        self.server, self.last = server, RolloutOutput(torch.empty(0))
+    def __init__(self, server: Any, row: dict[str, Any]):
+        self.server, self.position, self.place = server, row.get("position"), row.get("place")
         self.generate = SimpleNamespace(remote=self._generate)
-        self._asked = False
+        self.answers: list[RolloutOutput] = []
+        self._requests = 0
 
     async def _generate(self, *, sampling_params: dict[str, Any], **request: Any) -> RolloutOutput:
-        if self._asked:
-            sampling_params = {k: v for k, v in sampling_params.items() if k != "position"}
-        self._asked = True
-        self.last = await self.server.generate.remote(sampling_params=sampling_params, **request)
-        return self.last
+        number, self._requests = self._requests, self._requests + 1
+        params = {k: v for k, v in sampling_params.items() if k not in ("position", "place")}
+        if number == 0 and self.position is not None:
+            params["position"] = self.position
+        if self.place is not None:
+            params["place"] = self.place | {"key": f"{self.place['key']}.{number}" if number else self.place["key"]}
+        answer = await self.server.generate.remote(sampling_params=params, **request)
+        self.answers.append(answer)
+        return answer
 
-    async def leave(self, position: Any) -> None:
-        if not self._asked and position is not None:
-            await self.server.withdraw.remote(position)
+    async def leave(self) -> None:
+        if not self._requests and self.position is not None:
+            await self.server.withdraw.remote(self.position)
+
+    def answer_of(self, response: Any) -> RolloutOutput:
+        """The request that made what the loop returned."""
+        own = [answer for answer in self.answers if answer.response is response]
+        if not own and len(self.answers) > 1:
+            raise ValueError(
+                f"an agent loop asked for {len(self.answers)} images and returned none of them: which one is to be "
+                "trained on? Return the response of one request as it came"
+            )
+        return (own or self.answers or [RolloutOutput(response)])[0]
 
 
 class DiffusionAgentLoopWorker:
@@ -173,11 +189,12 @@ class DiffusionAgentLoopWorker:
         for key in ("seed", "init_seed", "sde_window", "position", "place"):
             if row.get(key) is not None:
                 sampling_params[key] = row[key]
-        engine = SampleEngine(self.servers[row["server"]])
+        engine = SampleEngine(self.servers[row["server"]], row)
         loop = AGENT_LOOPS.get(name)(self.model_config, engine)
         output = await loop.run(sampling_params, tokenizers=self.tokenizers, **row)
-        await engine.leave(row.get("position"))
-        output.reference, output.version = engine.last.reference, engine.last.version
+        await engine.leave()
+        answer = engine.answer_of(output.response)
+        output.reference, output.version = answer.reference, answer.version
         output.image_time = time.perf_counter()
         return output
 
