@@ -52,8 +52,8 @@ class Batcher:
 
     def close(self, error: Exception) -> None:
         """Every call that waits gets this error. From the event loop that the calls came from."""
-        self._fail(self._waiting, error)
-        self._waiting = []
+        self._fail([*self._waiting, *(call for batch in self._ready for call in batch)], error)
+        self._waiting, self._ready = [], []
         if self._pump is not None and not self._running:
             self._pump.cancel()
 
@@ -62,8 +62,9 @@ class Batcher:
         error = None if pump.cancelled() else pump.exception()
         if error is not None:
             error = RuntimeError(f"the batch loop ended: {type(error).__name__}: {error}")
-            self._fail(self._running + self._waiting, error)
-            self._waiting = self._running = []
+            self._running, running = [], self._running
+            self._fail(running, error)
+            self.close(error)
 
     def _fail(self, calls: list[_Call], error: Exception) -> None:
         for call in calls:
@@ -87,6 +88,7 @@ class Batcher:
                     call.done.set_exception(result)
                 else:
                     call.done.set_result(result)
+            self._running = []
 
     async def _next_batch(self) -> list[_Call]:
         while True:
