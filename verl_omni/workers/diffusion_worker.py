@@ -253,7 +253,8 @@ class DiffusionWorker(Worker):
     def _check_first_ratio(self, metrics: dict[str, float]) -> None:
         """Where another policy than the trained one samples, nothing is known about the ratio."""
         if get_algorithm(self.model_config.algorithm).rollout_policy == "current":
-            check_first_ratio(metrics, self.actor_config.first_ratio_tolerance, self._takes_own_log_probs())
+            others = not self.engine.rounds_like_rollout
+            check_first_ratio(metrics, self.actor_config.first_ratio_tolerance, other_kernels=others)
 
     def _recompute_old(self, minis: list[dict[str, torch.Tensor]]) -> None:
         """Before the first update: what later optimizer steps compare with."""
