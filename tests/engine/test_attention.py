@@ -70,7 +70,7 @@ def test_the_kernel_that_was_asked_for(pipeline):
 )
 def test_what_is_chosen_and_why(pipeline, asked, device, chosen, why):
     adapter = DiffusionModelBase.get_class(model_config(tiny_checkpoint(pipeline)))
-    backend, reason = attention_choice(asked, adapter, torch.device(device))
+    backend, reason = attention_choice(asked, adapter, torch.device(device), torch.bfloat16)
     assert backend == chosen and reason.startswith(why)
 
 
@@ -99,3 +99,10 @@ def test_in_a_graph_and_in_another_process():
 def test_a_kernel_that_the_model_cannot_have():
     with pytest.raises(ValueError, match="flex cannot be used with SD3Transformer2DModel.*native, _native_cudnn"):
         choose_attention(transformer(MODELS[0]), "flex")
+
+
+def test_a_kernel_for_16_bits_is_not_chosen_for_float32():
+    from verl_omni.pipelines.flux_flow_grpo import Flux
+
+    assert attention_choice(None, Flux, torch.device("cuda"), torch.float32)[0] is None
+    assert attention_choice(None, Flux, torch.device("cuda"), torch.bfloat16)[0] == "_native_flash"

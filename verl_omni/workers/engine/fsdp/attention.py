@@ -19,13 +19,16 @@ TORCH_KERNELS = {
 
 
 def attention_choice(
-    asked: str | None, adapter: type[DiffusionModelBase], device: torch.device
+    asked: str | None, adapter: type[DiffusionModelBase], device: torch.device, dtype: torch.dtype
 ) -> tuple[str | None, str]:
-    """(the backend, why): what the user asked for; on a GPU else the model's own; None leaves it to diffusers."""
+    """(the backend, why): what the user asked for; on a GPU else the model's own; None leaves it to diffusers.
+
+    A model's own is a kernel for 16 bits: in float32 torch has others.
+    """
     knob = "actor_rollout_ref.actor.fsdp_config.attention_backend"
     if asked is not None:
         return asked, f"asked for by {knob}"
-    if adapter.attention_backend is not None and device.type != "cpu":
+    if adapter.attention_backend is not None and device.type != "cpu" and dtype != torch.float32:
         return adapter.attention_backend, f"what works for {adapter.__name__} on a GPU; {knob} names another"
     return None, f"diffusers' default; {knob} names another"
 

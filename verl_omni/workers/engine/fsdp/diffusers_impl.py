@@ -70,7 +70,9 @@ class DiffusersFSDPEngine(BaseEngine):
 
     def initialize(self) -> None:
         """Build the module, shard it, and make the optimizer and the learning-rate schedule."""
-        attention, why = attention_choice(self.engine_config.attention_backend, self.adapter, self.device)
+        attention, why = attention_choice(
+            self.engine_config.attention_backend, self.adapter, self.device, self.dtype
+        )
         if self.device.type != "cpu" and dist.get_rank() == 0:
             print(f"Attention: {attention or 'native'} ({why}).", flush=True)
         self.module, self.parts = build_module(
