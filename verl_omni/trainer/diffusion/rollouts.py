@@ -54,6 +54,7 @@ class ServerRollouts:
 
     def begin(self, policy: str, version: int) -> None:
         ray.get(self._loading)
+        ray.get([s.begin.remote() for s in self.servers])
         if self._held != (policy, version):
             stored = self.actor_wg.publish_weights(policy)[0]
             ray.get([s.update_weights.remote(stored, version) for s in self.servers])

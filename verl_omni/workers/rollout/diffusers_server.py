@@ -41,7 +41,7 @@ class DiffusersServer:
         engine_config = self.actor_config.fsdp_config
         dtype, model_dtype = resolve_dtypes(engine_config, device, lora=self.model_config.lora_rank > 0)
         adapter = DiffusionModelBase.get_class(self.model_config)
-        attention, _ = attention_choice(engine_config.attention_backend, adapter, device)
+        attention, _ = attention_choice(engine_config.attention_backend, adapter, device, dtype)
         module, parts = build_module(self.model_config, engine_config.seed, model_dtype, attention)
         module.to(device).eval()
         if on_gpu(engine_config.use_torch_compile, device):
@@ -74,6 +74,10 @@ class DiffusersServer:
         )
         place = sampling_params.get("place")
         return output.cpu() if place is None else await asyncio.to_thread(ship, place["key"], output)
+
+    async def begin(self) -> None:
+        """Before a rollout: forget what the one before had on the device."""
+        self.engine.begin()
 
     async def withdraw(self, position: tuple) -> None:
         self.engine.batcher.withdraw(position)
