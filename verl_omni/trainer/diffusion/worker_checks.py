@@ -84,7 +84,7 @@ def check_optimizer(config: OptimizerConfig) -> None:
 
 
 def check_engine_arguments(rollout: DiffusionRolloutConfig) -> None:
-    """`engine_kwargs` are arguments that the engine has, beside those that it gets anyway: whole numbers from 1."""
+    """`engine_kwargs` are arguments that the engine has, beside those that it gets anyway: whole numbers."""
     from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
 
     where = "actor_rollout_ref.rollout.engine_kwargs"
@@ -92,8 +92,9 @@ def check_engine_arguments(rollout: DiffusionRolloutConfig) -> None:
     for name, value in rollout.engine_kwargs.items():
         if name not in known:
             raise ValueError(unknown(where, name, known))
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{where}.{name}={value}: expected a whole number, 1 or more")
+        least = 0 if name == "prompt_cache_size" else 1  # without a cache a prompt is encoded once a rollout
+        if type(value) is not int or value < least:
+            raise ValueError(f"{where}.{name}={value}: expected a whole number, {least} or more")
 
 
 def check_model(model: DiffusionModelConfig, fsdp: FSDPConfig) -> None:
