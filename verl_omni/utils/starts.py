@@ -36,7 +36,8 @@ def note_start(run_dir: str | Path, step: int, command: str | None) -> None:
 def read_starts(run_dir: str | Path) -> list[dict[str, Any]]:
     """The starts of a run, the first one first; none for a folder that was never noted."""
     path = Path(run_dir) / FILE
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]  # a full disk may have cut one off
 
 
 def typed_command() -> str:
