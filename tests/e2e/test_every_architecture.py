@@ -75,7 +75,7 @@ def test_two_steps(architecture, tmp_path, monkeypatch, process_group):
     arguments = settings(
         run_dir, f"{ALGORITHM}={algorithm}", "trainer.total_training_steps=2", *particular, model=model
     )
-    more = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=0.01"]
+    more = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=0.01", "data.val_batch_size=1"]
     local_trainer(local_config([*arguments, *more])).fit()
     seen = metrics(run_dir)
     for step in (1, 2):

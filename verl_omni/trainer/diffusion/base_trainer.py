@@ -50,6 +50,7 @@ from verl_omni.utils.starts import note_start, typed_command
 from verl_omni.utils.tracking import Tracking, readable
 from verl_omni.workers.config import validation_pipeline
 from verl_omni.workers.losses import build_loss_function
+from verl_omni.workers.rollout.trajectories import COLUMN
 
 TRAINER = "trainer.json"  # of a checkpoint: where in the data the run is
 
@@ -228,6 +229,7 @@ class BaseRayDiffusionTrainer:
             start += len(seeds)
             output, scores = self._draw(batch, policy, files)
             outputs.append(side_by_side(output, scores()))
+            outputs[-1].meta_info = {}  # times, which differ; verl joins only what is equal
         joined = DataProto.concat(outputs)
         write_samples(joined, folder)
         return validation_metrics(joined, val.n)
@@ -367,6 +369,8 @@ class BaseRayDiffusionTrainer:
                 tell(done=progress.done + 1)
                 if stalled:
                     zero_gradients.end(metrics, self.global_step)
+            if self.stopped and self.saving.misses(self.global_step):  # the signal came just after the question
+                self.save_checkpoint()
 
     def training_step(self, rows: dict[str, Any], timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
         """One step on one batch of prompts: (the batch with its rewards, metrics)."""
@@ -375,6 +379,7 @@ class BaseRayDiffusionTrainer:
         batch, metrics = self.learn(experience, timing)
         if self.online:
             self.actor_wg.release(experience.name)
+            batch.non_tensor_batch.pop(COLUMN, None)  # what Ray stores goes with the last reference
         return batch, metrics
 
     def sample(self, prompts: DataProto) -> Experience:
