@@ -145,8 +145,8 @@ def name(number: int) -> str:
 
 def say(line: str) -> None:
     try:
-        # A progress bar may stand in the line.
-        print(f"\r{line}" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
+        # A progress bar may stand in the line: back to its start, and clear it.
+        print(f"\r\x1b[K{line}" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
     except OSError:  # the terminal was closed: there is nobody to tell
         pass
 
