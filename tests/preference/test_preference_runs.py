@@ -50,6 +50,7 @@ def test_nft_goes_on_from_a_checkpoint_bit_for_bit(tmp_path):
     assert straight[3]["training/old_policy_decay"] == 0.7 and straight[3]["actor/old_distance"] > 0
     for step in (2, 3):
         shutil.rmtree(run_dir / f"global_step_{step}")
+    (run_dir / "latest_checkpointed_iteration.txt").write_text("1")
     assert "Resuming from" in Run(arguments, tmp_path).succeed()
     assert metrics(run_dir) == straight
     assert all(torch.equal(value, weights[name]) for name, value in exported(run_dir, 3).items())

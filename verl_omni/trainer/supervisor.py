@@ -28,8 +28,10 @@ def watch() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     _prctl(PR_SET_CHILD_SUBREAPER, 1)  # what loses its parent becomes our child, and can be ended
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # until it is clear who hears them
     child = os.fork()
     if child == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
         os.close(reader)
         os.setsid()  # a Ctrl-C is for the watching process alone
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -56,6 +58,7 @@ class Supervisor:
         for number in STOPS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 signal.signal(number, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
     def wait(self) -> int:
         """The exit code, once nothing of the run is left."""
