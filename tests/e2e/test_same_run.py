@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import ray
 from e2e_runs import prompts
 from e2e_runs import settings as run_settings
 from hydra import compose, initialize_config_module
@@ -48,6 +49,7 @@ def run(tmp_path, monkeypatch) -> Path:
     def no_ray(*args, **kwargs):
         raise RayStarted
 
+    ray.shutdown()  # one that a test before left running would be used
     monkeypatch.setattr("ray.init", no_ray)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reward.py").write_text("def compute_score(image, gain=1):\n    return 0.5\n")

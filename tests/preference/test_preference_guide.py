@@ -58,7 +58,7 @@ def test_the_guides_loss_is_its_formula(tmp_path, monkeypatch):
 def test_names_in_the_guide_exist():
     """Every `algorithm.*` knob and every velocity that the guide promises is there."""
     from verl_omni.algorithms.forward_process import SIGMA_DISTRIBUTIONS
-    from verl_omni.trainer.main_diffusion import known_keys
+    from verl_omni.trainer.config.keys import known_keys
     from verl_omni.workers.engine.fsdp.preference_impl import LEVEL_KEYS
 
     text = GUIDE.read_text()

@@ -12,8 +12,9 @@ from verl_omni.workers.rollout.trajectories import COLUMN, TrajectoryStore, ship
 
 @pytest.fixture(scope="module")
 def cluster():
-    if not ray.is_initialized():
-        ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="ERROR")
+    ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
 
 
 def drawn(number: float, text_tokens: int = 2) -> RolloutOutput:

@@ -8,6 +8,7 @@ from verl.protocol import DataProto
 
 from verl_omni.trainer.config.schema import DiffusionTrainerConfig
 from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
+from verl_omni.trainer.diffusion.saving import Saving
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.errors import RunError
 
@@ -21,6 +22,7 @@ class Loop(BaseRayDiffusionTrainer):
         self.config = DiffusionTrainerConfig()
         self.steps, self.global_step, self.total_steps = steps, 0, len(steps)
         self.train_loader, self.val_loader, self.online = range(len(steps)), None, True
+        self.saving = Saving(self.config.trainer)
         self.actor_wg, self.saved, self.logged = types.SimpleNamespace(world_size=1), [], []
 
     def training_step(self, rows, timing):
@@ -30,7 +32,7 @@ class Loop(BaseRayDiffusionTrainer):
         )
         return batch, dict(metrics)
 
-    def save_checkpoint(self) -> None:
+    def save_checkpoint(self, last: bool = False) -> None:
         self.saved.append(self.global_step)
 
     def train(self) -> None:
