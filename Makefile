@@ -28,12 +28,13 @@ quickstart: $(STAMP) ## Train a small text-to-image model to write numbers, and 
 test: $(STAMP) ## Run the tests
 	@$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
-lint: $(STAMP) ## Check the style
+lint: $(STAMP) ## Check the style, and that imports go down only
 	@$(PY) -m ruff check .
+	@$(VENV)/bin/lint-imports --no-logo
 
 bench: $(STAMP) ## Measure speed at a small size
 	@$(PY) -m benchmarks.run --small
 
 clean: ## Remove what tools and runs leave behind, except .venv and outputs/
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from verl_omni.utils.tiny_random import build_tiny_random
+from verl_omni.testing.tiny_random import build_tiny_random
 
 SD35_MEDIUM = {
     "sample_size": 128, "patch_size": 2, "in_channels": 16, "out_channels": 16, "num_layers": 24,

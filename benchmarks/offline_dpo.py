@@ -25,7 +25,7 @@ def write_pairs(out: Path, numbers: list[str], seed: int) -> Path:
 
     from verl_omni.quickstart.checkpoint import draw, load_pipeline
     from verl_omni.quickstart.task import CHECKPOINT, prompt_for
-    from verl_omni.utils.reward_score.ocr import compute_score_ocr_line
+    from verl_omni.rewards.ocr import compute_score_ocr_line
 
     out.mkdir(parents=True, exist_ok=True)
     pipeline, rows = load_pipeline(CHECKPOINT), []
@@ -83,7 +83,7 @@ def compare(transformer: Path, seeds: range) -> str:
 
     from verl_omni.quickstart.checkpoint import draw, load_pipeline
     from verl_omni.quickstart.task import CHECKPOINT, split_numbers
-    from verl_omni.utils.reward_score.ocr import compute_score_ocr_line
+    from verl_omni.rewards.ocr import compute_score_ocr_line
 
     _, held_out = split_numbers()
     trained = QwenImageTransformer2DModel.from_pretrained(transformer)
@@ -109,8 +109,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
+    from verl_omni.data.prepare_offline_dpo import prepare
     from verl_omni.quickstart.task import CHECKPOINT, HEIGHT, WIDTH, split_numbers
-    from verl_omni.utils.prepare_offline_dpo import prepare
 
     train_numbers, _ = split_numbers()
     pairs = options.out / "pairs"

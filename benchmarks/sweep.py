@@ -120,7 +120,7 @@ def import_everything() -> None:
     import torch._inductor.select_algorithm  # noqa: F401
 
     import verl_omni.testing.local_trainer  # noqa: F401
-    from verl_omni.utils import flops
+    from verl_omni.perf import flops
 
     flops.PEAKS.clear()  # no FLOP rates are shown, and each setting would wait for them to be counted
 

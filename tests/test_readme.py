@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_omni.utils.readme_tables import fill, models_table
+from verl_omni.report.document_tables import fill, models_table
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -13,7 +13,7 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
 def test_the_table_of_models_is_the_registry():
     text = (ROOT / "README.md").read_text()
-    assert fill(text, "MODELS", models_table()) == text, "run: python -m verl_omni.utils.readme_tables README.md"
+    assert fill(text, "MODELS", models_table()) == text, "run: python -m verl_omni.report.document_tables README.md"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

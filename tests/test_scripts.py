@@ -11,8 +11,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from tiny_models import tiny_checkpoint
 
-from verl_omni.trainer.config import schema
-from verl_omni.trainer.preflight import preflight
+from verl_omni.config import schema
+from verl_omni.trainer.checks.preflight import preflight
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"

@@ -9,7 +9,7 @@ from pathlib import Path
 from diffusers import SD3Transformer2DModel
 from peft import LoraConfig
 
-from verl_omni.utils.tiny_random import build_tiny_random
+from verl_omni.testing.tiny_random import build_tiny_random
 
 
 @functools.cache

@@ -4,7 +4,7 @@
 #   MODEL_PATH=/models/Qwen-Image PAIRS=pairs.parquet CACHE_DIR=data/pairs \
 #       bash examples/dpo_trainer/run_qwen_image_lora_offline_dpo.sh [key=value ...]
 #
-# PAIRS has columns prompt, chosen and rejected with 512 x 512 images; `python -m verl_omni.utils.prepare_offline_dpo
+# PAIRS has columns prompt, chosen and rejected with 512 x 512 images; `python -m verl_omni.data.prepare_offline_dpo
 # --help` says what else it may be. The recipe is qwen_image_lora_offline_dpo.yaml beside this file. NUM_GPUS is 8
 # unless set.
 set -euo pipefail
@@ -13,6 +13,6 @@ set -euo pipefail
 : "${CACHE_DIR:?set CACHE_DIR to the folder for the encoded pairs}"
 export MODEL_PATH CACHE_DIR
 
-"${PYTHON:-python3}" -m verl_omni.utils.prepare_offline_dpo "$MODEL_PATH" "$PAIRS" "$CACHE_DIR" --height 512 --width 512
+"${PYTHON:-python3}" -m verl_omni.data.prepare_offline_dpo "$MODEL_PATH" "$PAIRS" "$CACHE_DIR" --height 512 --width 512
 exec "${PYTHON:-python3}" -m verl_omni.trainer.main_diffusion \
     --config-dir "$(dirname "$0")" --config-name qwen_image_lora_offline_dpo "$@"

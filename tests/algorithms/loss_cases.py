@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from verl_omni.config import DiffusionActorConfig, DiffusionLossConfig
 from verl_omni.trainer.diffusion.diffusion_algos import get_diffusion_loss_fn
-from verl_omni.workers.config import DiffusionActorConfig, DiffusionLossConfig
 
 ROWS, SHAPE = 12, (3, 4, 2)
 

@@ -6,12 +6,12 @@ import torch
 
 from verl_omni.algorithms.advantages import apply_adv_mode
 from verl_omni.algorithms.registry import estimate_advantages
-from verl_omni.trainer.config.algorithm import DiffusionAlgoConfig
+from verl_omni.config.algorithm import DiffusionAlgoConfig
+from verl_omni.config.knob import check_ranges
 from verl_omni.trainer.diffusion.diffusion_algos import (
     compute_flow_grpo_outcome_advantage,
     compute_gdpo_outcome_advantage,
 )
-from verl_omni.utils.knob import check_ranges
 
 INDEX = np.array(["b", "a", "b", "c", "a", "b", "a", "d", "d"], dtype=object)  # c is a group of one
 REWARDS = np.array([0.1, 0.9, 0.4, 5.0, 0.3, 0.7, 0.2, 0.6, 0.6])  # d has equal rewards

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from verl_omni.algorithms import get_algorithm, resolve_algorithm_defaults
-from verl_omni.workers.config import DiffusionLossConfig, DiffusionRolloutAlgoConfig
+from verl_omni.config import DiffusionLossConfig, DiffusionRolloutAlgoConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 GUIDE = "integrating_a_new_policy_gradient_algorithm_for_diffusion_model.md"
@@ -18,7 +18,7 @@ import numpy as np, torch
 from verl_omni.algorithms import estimate_advantages, get_diffusion_loss_fn, resolve_algorithm_defaults
 from verl_omni.pipelines.schedulers import FlowMatchSDEDiscreteScheduler
 from verl_omni.utils.external_lib import import_external_lib
-from verl_omni.workers.config import DiffusionActorConfig, DiffusionLossConfig, DiffusionRolloutAlgoConfig
+from verl_omni.config import DiffusionActorConfig, DiffusionLossConfig, DiffusionRolloutAlgoConfig
 
 import_external_lib("soft_grpo")
 algo, loss = resolve_algorithm_defaults(

@@ -17,9 +17,9 @@ from verl_omni.algorithms import (
     resolve_algorithm_defaults,
 )
 from verl_omni.algorithms.registry import estimate_advantages, register_algorithm
+from verl_omni.config import DiffusionActorConfig, DiffusionLossConfig, DiffusionRolloutAlgoConfig
 from verl_omni.trainer.diffusion import diffusion_algos as face
 from verl_omni.utils.registry import Registry
-from verl_omni.workers.config import DiffusionActorConfig, DiffusionLossConfig, DiffusionRolloutAlgoConfig
 
 BUILT_IN = ["awm", "dance_grpo", "diffusion_nft", "dpo", "flow_dppo", "flow_grpo", "grpo_guard", "mix_grpo"]
 

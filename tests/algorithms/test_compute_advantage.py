@@ -8,7 +8,7 @@ import torch
 from verl.protocol import DataProto
 
 from verl_omni.algorithms.forward_process import add_advantages
-from verl_omni.trainer.config.algorithm import DiffusionAlgoConfig
+from verl_omni.config.algorithm import DiffusionAlgoConfig
 from verl_omni.trainer.diffusion.policy_gradient_trainer import compute_advantage
 
 SHARP, BRIGHT = [1.0, 3.0, 2.0, 6.0], [100.0, 300.0, -50.0, -70.0]

@@ -8,7 +8,7 @@ import torch
 
 from verl_omni.algorithms.forward_process import draw_sigmas, noised
 from verl_omni.algorithms.old_policy import old_policy_decay
-from verl_omni.trainer.config.algorithm import DiffusionAlgoConfig
+from verl_omni.config.algorithm import DiffusionAlgoConfig
 from verl_omni.trainer.diffusion.diffusion_algos import (
     AWMLoss,
     DiffusionNFTLoss,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from verl_omni.utils.dataset import PromptDataset
+from verl_omni.data import PromptDataset
 
 ROOT = Path(__file__).parents[2]
 OCR = ROOT / "examples/flowgrpo_trainer/data_process/qwenimage_ocr.py"

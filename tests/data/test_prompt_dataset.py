@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 from verl import DataProto
 
-from verl_omni.utils.dataset import PromptDataset, create_val_dataloader
+from verl_omni.data import PromptDataset, create_val_dataloader
 
 
 def row(prompt="a sign that reads “407”", **changes):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
-from verl_omni.utils.dataset import PromptDataset, create_dataloader, steps_for_epochs
-from verl_omni.utils.dataset.prompt_loader import EpochStream
+from verl_omni.data import PromptDataset, create_dataloader, steps_for_epochs
+from verl_omni.data.prompt_loader import EpochStream
 
 
 class Numbers(Dataset):

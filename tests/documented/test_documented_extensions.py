@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import my_algo
@@ -10,24 +9,24 @@ import my_mix
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from e2e_runs import settings
+from engine_cases import make_engine, model_config, roll_out
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
+from tiny_models import tiny_checkpoint
 from torch.utils.data import SequentialSampler
 
-sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("e2e", "engine")]
-from e2e_runs import settings  # noqa: E402
-from engine_cases import make_engine, model_config, roll_out  # noqa: E402
-from tiny_models import tiny_checkpoint  # noqa: E402
-
-from verl_omni.algorithms import get_diffusion_adv_estimator_fn  # noqa: E402
-from verl_omni.pipelines.model_base import DiffusionModelBase, VllmOmniPipelineBase  # noqa: E402
-from verl_omni.pipelines.qwen_image_flow_grpo import QwenImage  # noqa: E402
-from verl_omni.trainer.config import schema  # noqa: E402
-from verl_omni.trainer.diffusion.preparation import prepare_config  # noqa: E402
-from verl_omni.trainer.diffusion.ray_diffusion_trainer import PolicyGradientRayTrainer  # noqa: E402
-from verl_omni.utils.dataset import PromptDataset  # noqa: E402
-from verl_omni.workers.config import DiffusionModelConfig  # noqa: E402
-from verl_omni.workers.losses import build_loss_function  # noqa: E402
+from verl_omni.algorithms import get_diffusion_adv_estimator_fn
+from verl_omni.config import (
+    DiffusionModelConfig,
+    schema,
+)
+from verl_omni.data import PromptDataset
+from verl_omni.pipelines.model_base import DiffusionModelBase, VllmOmniPipelineBase
+from verl_omni.pipelines.qwen_image_flow_grpo import QwenImage
+from verl_omni.trainer.checks.preparation import prepare_config
+from verl_omni.trainer.diffusion.ray_diffusion_trainer import PolicyGradientRayTrainer
+from verl_omni.workers.losses import build_loss_function
 
 MODEL = "actor_rollout_ref.model."
 PIN = ["algorithm.adv_estimator=flow_grpo", "actor_rollout_ref.actor.diffusion_loss.loss_mode=flow_grpo"]

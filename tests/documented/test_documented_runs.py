@@ -1,13 +1,10 @@
 """Whole runs with extensions that were written by the public guides."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "e2e"))
-from e2e_runs import Run, metrics, settings  # noqa: E402
+from e2e_runs import Run, metrics, settings
 
 pytestmark = pytest.mark.timeout(1500)  # whole runs, on a machine that may be busy
 

@@ -37,7 +37,7 @@ def compute_score(image, prompt):
     pixels = image.convert("L").getdata()
     return sum(pixels) / len(pixels) / 255
 
-from verl_omni.workers.engine.fsdp import checkpoint_io
+from verl_omni.workers.engine import checkpoint_io
 write = checkpoint_io.export
 
 def export(engine, folder):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from e2e_runs import Run, metrics, settings
 
-from verl_omni.utils.tiny_random import image_vae, strengthen
-from verl_omni.utils.tiny_text import t5_encoder, t5_tokenizer
+from verl_omni.testing.tiny_random import image_vae, strengthen
+from verl_omni.testing.tiny_text import t5_encoder, t5_tokenizer
 
 pytestmark = pytest.mark.timeout(1500)  # whole runs, on a machine that may be busy
 

@@ -11,7 +11,7 @@ from e2e_runs import LEARNING, LIMIT, Run, metrics, settings, user_folder
 from PIL import Image
 from safetensors.torch import load_file
 
-from verl_omni.utils.starts import read_starts
+from verl_omni.report.starts import read_starts
 
 pytestmark = pytest.mark.timeout(1500)  # whole runs, on a machine that may be busy
 

@@ -15,13 +15,14 @@ from hydra import compose, initialize_config_module
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_checkpoint
 
+from verl_omni.config.knob import walk
+from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.trainer import main_diffusion
-from verl_omni.trainer.config.schema import DiffusionTrainerConfig
+from verl_omni.trainer.checks.preparation import prepare_config
 from verl_omni.trainer.diffusion import run_record
 from verl_omni.trainer.diffusion.checkpointing import publish
-from verl_omni.trainer.diffusion.preparation import prepare_config
 from verl_omni.trainer.diffusion.resuming import plan_start
-from verl_omni.utils.knob import walk
+from verl_omni.trainer.failures import users_mistake
 
 A = "actor_rollout_ref."
 STEPS = 3
@@ -126,7 +127,7 @@ def test_another_run_is_refused(run, name):
     before = files(run)
     with pytest.raises(ValueError) as caught:
         plan_start(prepare_config(config(override)), total_steps=5)
-    line = main_diffusion.users_mistake(caught.value)
+    line = users_mistake(caught.value)
     assert said in line and "trainer.resume_changes=allow" in line and "global_step_3" in line
     assert files(run) == before
 

@@ -10,9 +10,9 @@ from e2e_runs import settings
 from hydra import compose, initialize_config_module
 from verl.protocol import DataProto
 
+from verl_omni.data.loading import load_datasets
+from verl_omni.trainer.checks.preflight import preflight
 from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
-from verl_omni.trainer.main_diffusion import load_datasets
-from verl_omni.trainer.preflight import preflight
 
 
 class Workers:

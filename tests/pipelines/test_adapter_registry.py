@@ -7,9 +7,9 @@ import textwrap
 import pytest
 
 from verl_omni.algorithms import get_algorithm, registry
+from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.adapter_registry import AdapterRegistry
 from verl_omni.pipelines.model_base import DiffusionModelBase, VllmOmniPipelineBase
-from verl_omni.workers.config import DiffusionModelConfig
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def adapter(name: str) -> type:
 
 FIRST = """
     from verl_omni.pipelines.model_base import DiffusionModelBase
-    from verl_omni.workers.config import DiffusionModelConfig
+    from verl_omni.config import DiffusionModelConfig
 
     @DiffusionModelBase.register("QwenImagePipeline", algorithm="my_algo")
     class Mine(DiffusionModelBase):

@@ -13,10 +13,7 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from PIL import Image
 from tiny_models import tiny_checkpoint
 
-from verl_omni.pipelines.model_base import DiffusionModelBase
-from verl_omni.pipelines.utils import pipeline_class
-from verl_omni.utils.vision_processor import image_text_processor
-from verl_omni.workers.config import (
+from verl_omni.config import (
     CheckpointConfig,
     DiffusionModelConfig,
     DiffusionPipelineConfig,
@@ -25,9 +22,12 @@ from verl_omni.workers.config import (
     FSDPConfig,
     OptimizerConfig,
 )
-from verl_omni.workers.engine.fsdp import checkpoint_io
+from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.pipelines.utils import pipeline_class
+from verl_omni.pipelines.vision_processor import image_text_processor
+from verl_omni.workers.engine import checkpoint_io
 from verl_omni.workers.engine.fsdp.diffusers_impl import PPODiffusersFSDPEngine
-from verl_omni.workers.engine.fsdp.policies import local
+from verl_omni.workers.engine.policies import local
 from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout, pad_and_cat
 
 STEPS = 4

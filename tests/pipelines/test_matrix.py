@@ -10,8 +10,8 @@ import torch
 from test_architectures import PROMPTS, SEQUENCE, TABLE, as_batch, config, rollout, shrink_references, training_engine
 
 from verl_omni.algorithms.registry import resolve_algorithm_defaults
+from verl_omni.config import DiffusionActorConfig, DiffusionLossConfig, DiffusionRolloutAlgoConfig
 from verl_omni.pipelines.schedulers.windows import sde_window
-from verl_omni.workers.config import DiffusionActorConfig, DiffusionLossConfig, DiffusionRolloutAlgoConfig
 from verl_omni.workers.losses import build_loss_function
 
 ALGORITHMS = {

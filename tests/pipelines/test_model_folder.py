@@ -8,11 +8,11 @@ import pytest
 import torch
 from tiny_models import tiny_checkpoint
 
+from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.model_base import _BUILTIN
 from verl_omni.pipelines.model_folder import check_model_folder
 from verl_omni.pipelines.utils import load_component, read_component_config, read_index
-from verl_omni.trainer.main_diffusion import users_mistake
-from verl_omni.workers.config import DiffusionModelConfig
+from verl_omni.trainer.failures import users_mistake
 
 QWEN = "QwenImagePipeline"
 

@@ -26,10 +26,9 @@ def grad_norm(name: str, samples: list[int], steps: list[int]) -> list[float]:
     """
     row = ROWS[name]
     engine = architectures.training_engine(architectures.config(row, cfg=True, noise=0.7))
-    engine.gather()
     rollout = architectures.rollout(engine.model_config, engine.module)
-    data = architectures.as_batch(architectures.generate(row, rollout, [*architectures.PROMPTS, "a dog"]))
-    engine.release()
+    with engine.whole():
+        data = architectures.as_batch(architectures.generate(row, rollout, [*architectures.PROMPTS, "a dog"]))
     data = {key: value[samples] for key, value in data.items()}
     data["train_steps"] = torch.tensor(steps)[:, None]
     with engine.train_mode():

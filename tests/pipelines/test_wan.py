@@ -10,7 +10,7 @@ import torch
 from diffusers import UniPCMultistepScheduler
 from tiny_models import tiny_checkpoint
 
-from verl_omni.pipelines.wan_flow_grpo import Wan
+from verl_omni.pipelines.wan import Wan
 
 ROWS = {row.name: row for row in architectures.TABLE}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_omni.utils.readme_tables import fill
+from verl_omni.report.document_tables import fill
 
 MARKS = {"passed": "✓", "failed": "fails", "skipped": "–"}
 

@@ -1,12 +1,8 @@
 """One process group of one rank for all engines of this folder."""
 
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parents[1] / "algorithms"))  # loss_cases: the formulas, written out
 
 
 @pytest.fixture(scope="package", autouse=True)

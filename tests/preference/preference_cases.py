@@ -5,8 +5,7 @@ from typing import Any
 import torch
 
 from verl_omni.algorithms.forward_process import anchor_policies, follows_old_policy
-from verl_omni.trainer.diffusion.ordering import deal_units
-from verl_omni.workers.config import (
+from verl_omni.config import (
     CheckpointConfig,
     DiffusionActorConfig,
     DiffusionLossConfig,
@@ -17,7 +16,8 @@ from verl_omni.workers.config import (
     FSDPConfig,
     OptimizerConfig,
 )
-from verl_omni.workers.engine.fsdp.preference_impl import PreferenceDiffusersFSDPEngine
+from verl_omni.trainer.diffusion.ordering import deal_units
+from verl_omni.workers.engine.fsdp.diffusers_impl import PreferenceDiffusersFSDPEngine
 from verl_omni.workers.losses import LossFunction, build_loss_function
 from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout, _Request, pad_and_cat
 

@@ -8,8 +8,8 @@ from hydra import compose, initialize_config_module
 from tiny_models import tiny_checkpoint
 
 from benchmarks.compare_algorithms import ALGORITHMS, curve, settings, table
-from verl_omni.trainer.config import schema
-from verl_omni.trainer.preflight import preflight
+from verl_omni.config import schema
+from verl_omni.trainer.checks.preflight import preflight
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -3,16 +3,13 @@
 `pytest -m slow tests/preference` runs them (ten minutes or so); test_preference_ranks.py compares the update itself.
 """
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from e2e_runs import Run, metrics, settings
 from safetensors.torch import load_file
 from tiny_models import tiny_checkpoint
-
-sys.path.append(str(Path(__file__).parents[1] / "e2e"))
-from e2e_runs import Run, metrics, settings  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 

@@ -15,12 +15,12 @@ import torch
 from PIL import Image
 from tiny_models import tiny_checkpoint
 
+from verl_omni.config import DiffusionModelConfig, DiffusionPipelineConfig
+from verl_omni.data import prepare_offline_dpo
+from verl_omni.data.offline_pairs import OfflinePairDataset, collate_pairs, model_fingerprint
+from verl_omni.data.prepare_offline_dpo import prepare, read_pairs
+from verl_omni.data.prompt_loader import create_dataloader
 from verl_omni.pipelines.model_base import DiffusionModelBase
-from verl_omni.utils import prepare_offline_dpo
-from verl_omni.utils.dataset.offline_pairs import OfflinePairDataset, collate_pairs, model_fingerprint
-from verl_omni.utils.dataset.prompt_loader import create_dataloader
-from verl_omni.utils.prepare_offline_dpo import prepare, read_pairs
-from verl_omni.workers.config import DiffusionModelConfig, DiffusionPipelineConfig
 
 QWEN, SD3 = "QwenImagePipeline", "StableDiffusion3Pipeline"
 PROMPTS = ["a cat", "a much longer prompt about two dogs and a boat", "a tree"]
@@ -174,7 +174,7 @@ def test_bad_input_is_named_in_one_line_and_nothing_is_written(tmp_path, case):
 
 def test_the_command_says_a_mistake_in_one_line(tmp_path):
     data = write_jsonl(tmp_path / "data", image_rows(tmp_path / "data")[:3])
-    command = [sys.executable, "-m", "verl_omni.utils.prepare_offline_dpo", str(tiny_checkpoint()), str(data), "out"]
+    command = [sys.executable, "-m", "verl_omni.data.prepare_offline_dpo", str(tiny_checkpoint()), str(data), "out"]
     result = subprocess.run([*command, "--height", "32", "--width", "32"], capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 1
     assert result.stderr.strip().splitlines()[-1].startswith("error: ") and "odd number" in result.stderr

@@ -1,14 +1,10 @@
 """The guide, taken literally: its file is saved, its settings are used, and the command trains with it."""
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parents[1] / "e2e"))
-from e2e_runs import ROOT, Run, metrics, settings  # noqa: E402
+from e2e_runs import ROOT, Run, metrics, settings
 
 pytestmark = pytest.mark.timeout(1500)  # a whole run, on a machine that may be busy
 
@@ -38,7 +34,7 @@ def test_the_guides_loss_is_its_formula(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     import reward_weighted_here as module
 
-    from verl_omni.workers.config import DiffusionActorConfig, DiffusionLossConfig
+    from verl_omni.config import DiffusionActorConfig, DiffusionLossConfig
 
     config = DiffusionActorConfig(
         diffusion_loss=DiffusionLossConfig("reward_weighted_here", extra={"temperature": 0.5})
@@ -58,8 +54,8 @@ def test_the_guides_loss_is_its_formula(tmp_path, monkeypatch):
 def test_names_in_the_guide_exist():
     """Every `algorithm.*` knob and every velocity that the guide promises is there."""
     from verl_omni.algorithms.forward_process import SIGMA_DISTRIBUTIONS
-    from verl_omni.trainer.config.keys import known_keys
-    from verl_omni.workers.engine.fsdp.preference_impl import LEVEL_KEYS
+    from verl_omni.config.keys import known_keys
+    from verl_omni.workers.engine.noise_levels import LEVEL_KEYS
 
     text = GUIDE.read_text()
     knobs = set(re.findall(r"`(algorithm\.[a-z_]+)", text))

@@ -13,9 +13,9 @@ from PIL import Image
 from test_offline_pairs import write_jsonl
 from tiny_models import tiny_checkpoint
 
-from verl_omni.trainer.config import schema
-from verl_omni.trainer.preflight import preflight
-from verl_omni.utils.prepare_offline_dpo import prepare
+from verl_omni.config import schema
+from verl_omni.data.prepare_offline_dpo import prepare
+from verl_omni.trainer.checks.preflight import preflight
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ONLINE = {

@@ -1,21 +1,18 @@
 """The real command for each loss: online and resumed, tied rewards, offline without a rollout engine, overfitting."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from e2e_runs import Run, metrics, prompts, settings
 from PIL import Image
 from safetensors.torch import load_file
+from test_offline_pairs import write_jsonl
 from tiny_models import tiny_checkpoint
 
-sys.path.append(str(Path(__file__).parents[1] / "e2e"))
-from e2e_runs import Run, metrics, prompts, settings  # noqa: E402
-from test_offline_pairs import write_jsonl  # noqa: E402
-
-from verl_omni.utils.prepare_offline_dpo import prepare  # noqa: E402
+from verl_omni.data.prepare_offline_dpo import prepare
 
 pytestmark = pytest.mark.timeout(1500)  # whole runs, on a machine that may be busy
 
@@ -97,14 +94,14 @@ def test_online_dpo_without_any_difference_changes_nothing_and_says_so(tmp_path)
 
 # In every process of the run: what offline training must not start or load.
 NO_ROLLOUT = """
-import verl_omni.agent_loop, verl_omni.reward_loop
+import verl_omni.agent_loop, verl_omni.rewards.reward_loop
 from verl_omni.pipelines.model_base import DiffusionModelBase
 
 def refuse(*args, **kwargs):
     raise AssertionError("offline training started or loaded a part of the rollout")
 
 verl_omni.agent_loop.DiffusionAgentLoopManager.__init__ = refuse
-verl_omni.reward_loop.RewardLoopManager.__init__ = refuse
+verl_omni.rewards.reward_loop.RewardLoopManager.__init__ = refuse
 DiffusionModelBase.load_pipeline = refuse
 DiffusionModelBase.load_tokenizers = refuse
 """

@@ -4,8 +4,8 @@ import pytest
 from hydra import compose, initialize_config_module
 from tiny_models import tiny_checkpoint
 
-from verl_omni.trainer.config import schema
-from verl_omni.trainer.diffusion.preparation import prepare_config
+from verl_omni.config import schema
+from verl_omni.trainer.checks.preparation import prepare_config
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 

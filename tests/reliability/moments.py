@@ -129,14 +129,14 @@ def during(owner: object, method: str, flag: str) -> None:
 
 def watch() -> None:
     from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
-    from verl_omni.workers.engine.fsdp import checkpoint_io
-    from verl_omni.workers.engine.fsdp.diffusers_impl import DiffusersFSDPEngine
+    from verl_omni.workers.engine import checkpoint_io
+    from verl_omni.workers.engine.base import DiffusionEngine
     from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
 
     during(BaseRayDiffusionTrainer, "validate", "validating")
-    before(DiffusersFSDPEngine, "initialize", "loading")
+    before(DiffusionEngine, "initialize", "loading")
     before(DiffusersRollout, "run_batch", lambda: "validation" if (HERE / "validating").exists() else "rollout")
-    before(DiffusersFSDPEngine, "optimizer_step", "update")
+    before(DiffusionEngine, "optimizer_step", "update")
     before(checkpoint_io, "export", "save")
 
 

@@ -101,7 +101,7 @@ def machine() -> str:
 def write(document: Path, results: Path) -> None:
     import table
 
-    from verl_omni.utils.readme_tables import fill
+    from verl_omni.report.document_tables import fill
 
     known = read(results)
     ordered = [known[title(case)] for case in all_cases() if title(case) in known]

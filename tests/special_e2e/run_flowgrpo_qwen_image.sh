@@ -10,7 +10,7 @@ trap 'rm -rf "$work"' EXIT
 
 if [ -z "${MODEL_PATH:-}" ]; then
     MODEL_PATH=$work/model
-    "$python" -m verl_omni.utils.tiny_random QwenImagePipeline "$MODEL_PATH"
+    "$python" -m verl_omni.testing.tiny_random QwenImagePipeline "$MODEL_PATH"
 fi
 "$python" "$here/create_dummy_diffusion_data.py" --output "$work/data"
 "$python" -m verl_omni.trainer.main_diffusion \

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from verl.protocol import DataProto
 
-from verl_omni.trainer.config.schema import DiffusionTrainerConfig
+from verl_omni.config.schema import DiffusionTrainerConfig
+from verl_omni.data.prompt_loader import EpochStream
 from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
-from verl_omni.utils.dataset.prompt_loader import EpochStream
 from verl_omni.utils.seeds import derive_seed, derive_seeds
 
 

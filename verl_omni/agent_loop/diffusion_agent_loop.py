@@ -18,14 +18,14 @@ from omegaconf import DictConfig, OmegaConf
 from verl.protocol import DataProto
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
+from verl_omni.config import DiffusionModelConfig
+from verl_omni.data.open_images import open_images
 from verl_omni.pipelines.model_base import DiffusionModelBase
-from verl_omni.reward_loop.reward_function import RewardError
+from verl_omni.rewards.reward_function import RewardError
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.external_lib import import_external_lib
-from verl_omni.utils.open_images import open_images
 from verl_omni.utils.pictures import write_image
 from verl_omni.utils.registry import Registry
-from verl_omni.workers.config import DiffusionModelConfig
 from verl_omni.workers.rollout.base import RolloutOutput, pad_and_cat
 from verl_omni.workers.rollout.trajectories import COLUMN
 
@@ -332,16 +332,21 @@ class DiffusionAgentLoopManager:
         config: DictConfig,
         server_handles: list[ray.actor.ActorHandle],
         reward_loop_worker_handles: list[ray.actor.ActorHandle] | None = None,
+        workers: list[ray.actor.ActorHandle] | None = None,
     ):
+        """`workers` are agent-loop workers that run already; without them, processes of their own are started."""
         self.num_servers, self.num_reward_workers = len(server_handles), len(reward_loop_worker_handles or [None])
-        self.max_num_seqs = config.actor_rollout_ref.rollout.max_num_seqs
-        worker = ray.remote(DiffusionAgentLoopWorker)
-        self.workers = [
-            worker.options(name=f"diffusion_agent_loop_{i}_{uuid.uuid4().hex[:6]}").remote(
-                config, server_handles, reward_loop_worker_handles
-            )
-            for i in range(config.actor_rollout_ref.rollout.agent.num_workers)
-        ]
+        rollout = config.actor_rollout_ref.rollout
+        self.max_num_seqs = rollout.max_num_seqs
+        self.workers = workers
+        if workers is None:
+            worker = ray.remote(DiffusionAgentLoopWorker)
+            self.workers = [
+                worker.options(name=f"diffusion_agent_loop_{i}_{uuid.uuid4().hex[:6]}").remote(
+                    config, server_handles, reward_loop_worker_handles
+                )
+                for i in range(rollout.agent.num_workers)
+            ]
 
     def generate_images(
         self, batch: DataProto, images_to: dict[int, str] | None = None

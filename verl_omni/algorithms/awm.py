@@ -15,11 +15,11 @@ from verl_omni.algorithms.base import DiffusionLossFn, DiffusionLossResult
 from verl_omni.algorithms.flow_grpo import FlowGRPOLoss, clipped_objective, log_prob_metrics
 from verl_omni.algorithms.forward_process import add_advantages, matching_error, velocity_distance
 from verl_omni.algorithms.registry import Algorithm, register_algorithm, register_diffusion_loss
-from verl_omni.utils.knob import Range
+from verl_omni.config.knob import Range
 from verl_omni.utils.suggest import unknown
 
 if TYPE_CHECKING:
-    from verl_omni.workers.config import DiffusionActorConfig
+    from verl_omni.config import DiffusionActorConfig
 
 register_algorithm(
     Algorithm(

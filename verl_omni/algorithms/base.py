@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from verl_omni.utils.knob import Range
+from verl_omni.config.knob import Range
 from verl_omni.utils.suggest import unknown
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
     from verl import DataProto
 
-    from verl_omni.workers.config import DiffusionActorConfig
+    from verl_omni.config import DiffusionActorConfig
 
 
 @dataclass

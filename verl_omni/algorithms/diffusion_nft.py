@@ -15,10 +15,10 @@ import torch
 from verl_omni.algorithms.base import DiffusionLossFn, DiffusionLossResult, column, row_mean
 from verl_omni.algorithms.forward_process import add_advantages, noised, velocity_distance
 from verl_omni.algorithms.registry import Algorithm, register_algorithm, register_diffusion_loss
-from verl_omni.utils.knob import Range
+from verl_omni.config.knob import Range
 
 if TYPE_CHECKING:
-    from verl_omni.workers.config import DiffusionActorConfig
+    from verl_omni.config import DiffusionActorConfig
 
 register_algorithm(
     Algorithm(

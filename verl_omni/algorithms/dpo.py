@@ -17,12 +17,12 @@ from verl_omni.algorithms.advantages import checked_rewards
 from verl_omni.algorithms.base import DiffusionLossFn, DiffusionLossResult
 from verl_omni.algorithms.forward_process import matching_error
 from verl_omni.algorithms.registry import Algorithm, register_algorithm, register_diffusion_loss
-from verl_omni.utils.knob import Range
+from verl_omni.config.knob import Range
 
 if TYPE_CHECKING:
     from verl import DataProto
 
-    from verl_omni.workers.config import DiffusionActorConfig
+    from verl_omni.config import DiffusionActorConfig
 
 register_algorithm(
     Algorithm(

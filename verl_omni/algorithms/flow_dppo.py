@@ -14,10 +14,10 @@ import torch
 from verl_omni.algorithms.base import DiffusionLossFn, DiffusionLossResult, check_rows, per_row, row_mean, weighted_mean
 from verl_omni.algorithms.flow_grpo import clamp_advantages, log_prob_metrics, ratio_metrics
 from verl_omni.algorithms.registry import Algorithm, register_algorithm, register_diffusion_loss
-from verl_omni.utils.knob import Range
+from verl_omni.config.knob import Range
 
 if TYPE_CHECKING:
-    from verl_omni.workers.config import DiffusionActorConfig
+    from verl_omni.config import DiffusionActorConfig
 
 register_algorithm(
     Algorithm(

@@ -13,7 +13,7 @@ from verl_omni.algorithms.base import DiffusionLossFn, DiffusionLossResult, chec
 from verl_omni.algorithms.registry import Algorithm, register_algorithm, register_diffusion_loss
 
 if TYPE_CHECKING:
-    from verl_omni.workers.config import DiffusionActorConfig
+    from verl_omni.config import DiffusionActorConfig
 
 register_algorithm(
     Algorithm(

@@ -12,7 +12,7 @@ from verl_omni.utils.suggest import unknown
 if TYPE_CHECKING:
     from verl import DataProto
 
-    from verl_omni.workers.config import DiffusionActorConfig
+    from verl_omni.config import DiffusionActorConfig
 
 SIGMA_DISTRIBUTIONS = ("uniform", "logit_normal", "rollout")
 

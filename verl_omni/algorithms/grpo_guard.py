@@ -14,7 +14,7 @@ from verl_omni.algorithms.flow_grpo import clipped_objective, log_prob_metrics
 from verl_omni.algorithms.registry import Algorithm, register_algorithm, register_diffusion_loss
 
 if TYPE_CHECKING:
-    from verl_omni.workers.config import DiffusionActorConfig
+    from verl_omni.config import DiffusionActorConfig
 
 register_algorithm(
     Algorithm(

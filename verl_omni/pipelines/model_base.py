@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.adapter_registry import AdapterRegistry
 from verl_omni.pipelines.utils import (
     load_component,
@@ -21,7 +22,6 @@ from verl_omni.pipelines.utils import (
     random_pipeline,
     read_component_config,
 )
-from verl_omni.workers.config import DiffusionModelConfig
 
 Conditions = dict[str, torch.Tensor]
 
@@ -30,14 +30,14 @@ OPTIONAL_PIPELINE_KNOBS = ("num_frames", "true_cfg_scale", "guidance_scale", "gu
 
 # Built-in adapters, imported when their architecture is first asked for.
 _BUILTIN: dict[str, str] = {
-    "Flux2KleinPipeline": "verl_omni.pipelines.flux2_flow_grpo",
-    "Flux2Pipeline": "verl_omni.pipelines.flux2_flow_grpo",
-    "FluxPipeline": "verl_omni.pipelines.flux_flow_grpo",
-    "QwenImageEditPlusPipeline": "verl_omni.pipelines.qwen_image_edit_plus_flow_grpo",
-    "QwenImagePipeline": "verl_omni.pipelines.qwen_image_flow_grpo",
-    "StableDiffusion3Pipeline": "verl_omni.pipelines.sd3_flow_grpo",
-    "WanPipeline": "verl_omni.pipelines.wan_flow_grpo",
-    "ZImagePipeline": "verl_omni.pipelines.z_image_flow_grpo",
+    "Flux2KleinPipeline": "verl_omni.pipelines.flux2",
+    "Flux2Pipeline": "verl_omni.pipelines.flux2",
+    "FluxPipeline": "verl_omni.pipelines.flux",
+    "QwenImageEditPlusPipeline": "verl_omni.pipelines.qwen_image_edit_plus",
+    "QwenImagePipeline": "verl_omni.pipelines.qwen_image",
+    "StableDiffusion3Pipeline": "verl_omni.pipelines.sd3",
+    "WanPipeline": "verl_omni.pipelines.wan",
+    "ZImagePipeline": "verl_omni.pipelines.z_image",
 }
 
 

@@ -6,10 +6,10 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.utils import read_index
 from verl_omni.utils.json_files import read_object
 from verl_omni.utils.suggest import nearest
-from verl_omni.workers.config import DiffusionModelConfig
 
 LAYOUT = "expected what diffusers' `pipe.save_pretrained(folder)` writes"
 # What every model needs. Others, such as a third text encoder, a folder may leave out by [null, null].

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
 from verl_omni.pipelines.schedulers.flow_match_sde import drawn_noise, sqrt_neg_dt
-from verl_omni.workers.config import DiffusionModelConfig
 
 
 @dataclass

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from verl_omni.quickstart.data import write_data
 from verl_omni.quickstart.task import CHECKPOINT
+from verl_omni.report.report import format_before_after_table, write_report
 from verl_omni.trainer.diffusion.checkpointing import whole_checkpoints
-from verl_omni.utils.report import format_before_after_table, write_report
 
 RECIPE = Path(__file__).parent
 

@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from verl_omni.pipelines.single_frame_vae import speed_up_single_frames
 from verl_omni.quickstart import task
-from verl_omni.utils.single_frame_vae import speed_up_single_frames
-from verl_omni.utils.tiny_random import QWEN_IMAGE_PREFIX
-from verl_omni.utils.tiny_text import qwen_text_encoder, qwen_tokenizer
+from verl_omni.testing.tiny_random import QWEN_IMAGE_PREFIX
+from verl_omni.testing.tiny_text import qwen_text_encoder, qwen_tokenizer
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
@@ -70,7 +70,7 @@ def build_checkpoint(out: str | Path, recipe: Recipe | None = None) -> Path:
 
 def held_out_scores(checkpoint: str | Path, seed: int = 0) -> list[dict]:
     """Draw every held-out number once with diffusers' own pipeline and let the OCR read it."""
-    from verl_omni.utils.reward_score.ocr import compute_score_ocr_line
+    from verl_omni.rewards.ocr import compute_score_ocr_line
 
     _, held_out = task.split_numbers()
     return compute_score_ocr_line(list(draw(load_pipeline(checkpoint), held_out, seed)), held_out)

@@ -15,12 +15,13 @@ from verl.protocol import DataProto
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
 from verl_omni.agent_loop.diffusion_agent_loop import DiffusionAgentLoopWorker, assign
-from verl_omni.reward_loop.reward_loop import RewardLoopWorker
+from verl_omni.config.keys import with_plus
+from verl_omni.data.loading import load_datasets
+from verl_omni.rewards.reward_loop import RewardLoopWorker
 from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
 from verl_omni.trainer.diffusion.direct_preference_trainer import DirectPreferenceRayTrainer
 from verl_omni.trainer.diffusion.policy_gradient_trainer import PolicyGradientRayTrainer
 from verl_omni.trainer.diffusion.rollouts import EmbeddedRollouts
-from verl_omni.trainer.main_diffusion import load_datasets, with_plus
 from verl_omni.workers.diffusion_worker import DiffusionWorker
 
 TRAINERS = {"policy_gradient": PolicyGradientRayTrainer, "direct_preference": DirectPreferenceRayTrainer}
@@ -30,8 +31,8 @@ def local_config(overrides: list[str]) -> DictConfig:
     """The configuration of a run with these overrides, checked, as the command makes it."""
     from hydra import compose, initialize_config_module
 
-    from verl_omni.trainer.config import schema
-    from verl_omni.trainer.preflight import preflight
+    from verl_omni.config import schema
+    from verl_omni.trainer.checks.preflight import preflight
     from verl_omni.trainer.resources import choose_device
 
     schema.register()

@@ -1,0 +1,1 @@
+"""The rest, small: registries, suggestions, arrays, seeds, the CPU platform."""

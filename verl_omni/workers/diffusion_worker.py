@@ -16,29 +16,27 @@ from verl.single_controller.base.decorator import Dispatch, Execute, register
 from verl.utils.device import get_torch_device
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
-import verl_omni.workers.engine.fsdp.preference_impl  # noqa: F401  (registers its engine)
 from verl_omni.algorithms.forward_process import anchor_policies, follows_old_policy
 from verl_omni.algorithms.registry import get_algorithm
-from verl_omni.utils.external_lib import import_external_lib
-from verl_omni.utils.flops import FlopMeter, peak_flops
-from verl_omni.utils.memory import names_memory_knobs
-from verl_omni.workers.config import (
+from verl_omni.config import (
     DiffusionActorConfig,
     DiffusionModelConfig,
     DiffusionRefConfig,
     DiffusionRolloutConfig,
 )
-from verl_omni.workers.engine.fsdp import checkpoint_io
-from verl_omni.workers.engine.fsdp.diffusers_impl import EngineRegistry, is_maximum
+from verl_omni.perf.flops import FlopMeter, peak_flops
+from verl_omni.perf.memory import names_memory_knobs
+from verl_omni.utils.external_lib import import_external_lib
+from verl_omni.workers.engine.metrics import is_maximum
 from verl_omni.workers.engine.module import quiet_loading
+from verl_omni.workers.engine.registry import engine_class
 from verl_omni.workers.first_ratio import ROLLOUT_RATIO, ROLLOUT_RATIO_MEAN, check_first_ratio
 from verl_omni.workers.losses import build_loss_function
+from verl_omni.workers.old_log_probs import choose_old_log_probs
 from verl_omni.workers.process_group import join_process_group
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.trajectories import TrajectoryStore, ship
 from verl_omni.workers.rollout.weights import store_in_buckets
-
-MODEL_TYPES = {"policy_gradient": "diffusion_model", "direct_preference": "diffusion_preference_model"}
 
 
 class DiffusionWorker(Worker):
@@ -62,11 +60,10 @@ class DiffusionWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @names_memory_knobs("loading of the model")
     def init_model(self) -> None:
-        self.engine = EngineRegistry.new(
-            model_type=MODEL_TYPES[self.config.algorithm.trainer_type],
-            backend=self.actor_config.strategy,
+        engine = engine_class(self.config.algorithm.trainer_type, self.actor_config.strategy)
+        self.engine = engine(
             model_config=self.model_config,
-            engine_config=self.actor_config.fsdp_config,
+            engine_config=engine.settings(self.actor_config),
             optimizer_config=self.actor_config.optim,
             checkpoint_config=self.actor_config.checkpoint,
         )
@@ -74,6 +71,12 @@ class DiffusionWorker(Worker):
         self.engine.micro_batch_size = self.actor_config.ppo_micro_batch_size_per_gpu
         self.loss_function = build_loss_function(self.actor_config)
         self.engine.rows_per_unit = self.loss_function.loss_fn.rows_per_unit
+        self.old_log_probs = None
+        if "log_probs" in self.loss_function.loss_fn.required_model_output_keys:
+            setting = self.actor_config.old_log_probs
+            self.old_log_probs = choose_old_log_probs(setting, self.engine.rounds_like_rollout)
+            if self.rank == 0:
+                print(f"Old log-probabilities: {self.old_log_probs.source} ({self.old_log_probs.why}).", flush=True)
         self.anchors = anchor_policies(self.model_config.algorithm, self.actor_config)
         self.peak_flops = peak_flops()
         self.flop_meter = FlopMeter(self.engine.parts.values()) if self.peak_flops else None
@@ -81,7 +84,7 @@ class DiffusionWorker(Worker):
         if self.loss_function.needs_reference:
             self.engine.keep_reference(self.ref_config.param_offload)
         if follows_old_policy(self.model_config.algorithm, self.actor_config):
-            self.engine.policies.keep("old")
+            self.engine.keep_old()
         if self.actor_config.ema_decay:
             self.engine.keep_ema(self.actor_config.ema_decay)
         embedded = self.config.actor_rollout_ref.hybrid_engine and self.rollout_config.name == "diffusers"
@@ -108,8 +111,7 @@ class DiffusionWorker(Worker):
         scope = contextlib.ExitStack()
         scope.enter_context(self.engine.eval_mode())
         scope.enter_context(self.engine.policy(policy))
-        self.engine.gather()
-        scope.callback(self.engine.release)
+        scope.enter_context(self.engine.whole())
         self._rollout_scope = scope
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -155,10 +157,14 @@ class DiffusionWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """Log-probabilities of the stored steps under the policy as it is now."""
+        """Log-probabilities of the stored steps under the policy as it is now, and means if the loss asks for them."""
         with self.engine.eval_mode():
             output = self.engine.infer_batch(self._batch(data))["model_output"]
-        return self._per_step(data, old_log_probs=output["log_probs"], old_prev_sample_mean=output["prev_sample_mean"])
+        self._count_flops("old_log_prob")
+        found = {"old_log_probs": output["log_probs"]}
+        if "old_prev_sample_mean" in self.loss_function.loss_fn.data_keys(self.actor_config):
+            found["old_prev_sample_mean"] = output["prev_sample_mean"]
+        return self._per_step(data, **found)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     @names_memory_knobs("reference pass")
@@ -197,7 +203,7 @@ class DiffusionWorker(Worker):
         minis = [self.engine.before_update(mini, self.anchors) for mini in self._mini_batches(data)]
         history = []
         with self.engine.train_mode():
-            own = self._takes_own_log_probs()
+            own = self.old_log_probs is not None and self.old_log_probs.source == "train"
             if own:
                 self._recompute_old(minis if epochs > 1 else minis[1:])
             for epoch in range(epochs):
@@ -213,6 +219,8 @@ class DiffusionWorker(Worker):
         metrics |= apart
         if "ratio_max_dev" in history[0]:  # before the first update rollout and training agree
             metrics["actor/first_ratio_max_dev"] = history[0]["ratio_max_dev"]
+        if self.old_log_probs is not None:
+            metrics[f"actor/old_log_probs_from_{self.old_log_probs.source}"] = 1.0
         self._count_flops("update_actor")
         if self.rollout is not None:
             metrics |= {f"timing_s/gen_{phase}": s for phase, s in self.rollout.take_seconds().items()}
@@ -238,17 +246,11 @@ class DiffusionWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_old_policy(self, decay: float) -> None:
         """old <- decay * old + (1 - decay) * current."""
-        self.engine.policies.blend("old", decay)
+        self.engine.move_old(decay)
 
     def _count_flops(self, stage: str) -> None:
         if self.flop_meter is not None:
             self.flops[stage] = self.flop_meter.take()
-
-    def _takes_own_log_probs(self) -> bool:
-        """Old log-probabilities from the training graph, where the rollout's kernels round differently."""
-        choice = self.actor_config.old_log_probs
-        gradient_of_steps = "log_probs" in self.loss_function.loss_fn.required_model_output_keys
-        return gradient_of_steps and (choice == "train" or (choice is None and not self.engine.rounds_like_rollout))
 
     def _check_first_ratio(self, metrics: dict[str, float]) -> None:
         """Where another policy than the trained one samples, nothing is known about the ratio."""
@@ -270,7 +272,7 @@ class DiffusionWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def start_profile(self) -> None:
-        from verl_omni.utils.step_profile import StepProfile
+        from verl_omni.perf.step_profile import StepProfile
 
         self.profile = StepProfile(self.engine.device)
         self.profile.start()
@@ -288,7 +290,7 @@ class DiffusionWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checkpoint_bytes(self) -> int:
         """The size of what `save_checkpoint` would write now."""
-        return checkpoint_io.needed_bytes(self.engine)
+        return self.engine.checkpoint_bytes()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:

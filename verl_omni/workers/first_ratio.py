@@ -17,9 +17,10 @@ def compare_with_rollout(
     model_output: Mapping[str, torch.Tensor], data: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """How far a ratio of training to rollout is from 1, whatever the loss makes of the two."""
-    if "log_probs" not in model_output or "old_log_probs" not in data:
+    rolled_out = data.get("rollout_log_probs", data.get("old_log_probs"))  # the same, where none were computed again
+    if "log_probs" not in model_output or rolled_out is None:
         return {}
-    off = ((model_output["log_probs"].detach() - data["old_log_probs"]).exp() - 1).abs()
+    off = ((model_output["log_probs"].detach() - rolled_out).exp() - 1).abs()
     return {ROLLOUT_RATIO: off.max(), ROLLOUT_RATIO_MEAN: off.mean()}
 
 

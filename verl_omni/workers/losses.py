@@ -2,7 +2,7 @@
 
 import torch
 
-from verl_omni.workers.config import DiffusionActorConfig
+from verl_omni.config import DiffusionActorConfig
 from verl_omni.workers.first_ratio import compare_with_rollout
 
 

@@ -1,5 +1,3 @@
-"""FLUX.2: dev (guidance as an input) and klein (classifier-free guidance, or none in its distilled form)."""
+"""An address that documents name: what is here lives in `verl_omni.pipelines.flux2`."""
 
-from verl_omni.pipelines.flux2_flow_grpo.diffusers_training_adapter import Flux2, Flux2Klein
-
-__all__ = ["Flux2", "Flux2Klein"]
+from verl_omni.pipelines.flux2 import *  # noqa: F403

@@ -1,5 +1,3 @@
-"""FLUX.1 (dev and schnell)."""
+"""An address that documents name: what is here lives in `verl_omni.pipelines.flux`."""
 
-from verl_omni.pipelines.flux_flow_grpo.diffusers_training_adapter import Flux
-
-__all__ = ["Flux"]
+from verl_omni.pipelines.flux import *  # noqa: F403

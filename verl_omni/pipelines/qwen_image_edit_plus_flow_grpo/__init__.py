@@ -1,5 +1,3 @@
-"""Qwen-Image-Edit (2509 and later): one or more reference images and an instruction."""
+"""An address that documents name: what is here lives in `verl_omni.pipelines.qwen_image_edit_plus`."""
 
-from verl_omni.pipelines.qwen_image_edit_plus_flow_grpo.diffusers_training_adapter import QwenImageEditPlus
-
-__all__ = ["QwenImageEditPlus"]
+from verl_omni.pipelines.qwen_image_edit_plus import *  # noqa: F403

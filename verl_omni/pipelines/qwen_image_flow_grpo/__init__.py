@@ -1,5 +1,3 @@
-"""Qwen-Image."""
+"""An address that documents name: what is here lives in `verl_omni.pipelines.qwen_image`."""
 
-from verl_omni.pipelines.qwen_image_flow_grpo.diffusers_training_adapter import QwenImage
-
-__all__ = ["QwenImage"]
+from verl_omni.pipelines.qwen_image import *  # noqa: F403

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from verl_omni.utils.knob import Range
+from verl_omni.config.knob import Range
 from verl_omni.utils.registry import Registry
 
 Formula = Callable[..., tuple[torch.Tensor, torch.Tensor]]

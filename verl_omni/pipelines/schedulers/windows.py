@@ -21,7 +21,7 @@ from verl_omni.utils.seeds import derive_seed
 from verl_omni.utils.suggest import unknown
 
 if TYPE_CHECKING:
-    from verl_omni.workers.config import DiffusionRolloutAlgoConfig
+    from verl_omni.config import DiffusionRolloutAlgoConfig
 
 # Training steps for which a moving window that starts at t stays: (t, lo, hi, iters) -> count
 _STAY = {

@@ -1,5 +1,3 @@
-"""Stable Diffusion 3 and 3.5 (medium and large)."""
+"""An address that documents name: what is here lives in `verl_omni.pipelines.sd3`."""
 
-from verl_omni.pipelines.sd3_flow_grpo.diffusers_training_adapter import StableDiffusion3
-
-__all__ = ["StableDiffusion3"]
+from verl_omni.pipelines.sd3 import *  # noqa: F403

@@ -1,5 +1,3 @@
-"""Wan2.1 and Wan2.2, text to video."""
+"""An address that documents name: what is here lives in `verl_omni.pipelines.wan`."""
 
-from verl_omni.pipelines.wan_flow_grpo.diffusers_training_adapter import Experts, Wan
-
-__all__ = ["Experts", "Wan"]
+from verl_omni.pipelines.wan import *  # noqa: F403

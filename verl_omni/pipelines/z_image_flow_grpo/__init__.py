@@ -1,5 +1,3 @@
-"""Z-Image and Z-Image-Turbo."""
+"""An address that documents name: what is here lives in `verl_omni.pipelines.z_image`."""
 
-from verl_omni.pipelines.z_image_flow_grpo.diffusers_training_adapter import ZImage
-
-__all__ = ["ZImage"]
+from verl_omni.pipelines.z_image import *  # noqa: F403

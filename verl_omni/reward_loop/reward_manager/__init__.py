@@ -1,3 +1,3 @@
-from verl_omni.reward_loop.reward_manager.image import ImageRewardManager
+from verl_omni.rewards.image_manager import ImageRewardManager
 
 __all__ = ["ImageRewardManager"]

@@ -22,7 +22,12 @@ from verl.trainer.ppo.utils import Role
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
 from verl_omni.agent_loop.diffusion_agent_loop import DiffusionAgentLoopManager, side_by_side
 from verl_omni.algorithms.registry import get_algorithm
+from verl_omni.config import validation_pipeline
+from verl_omni.data.prompt_loader import create_dataloader, create_val_dataloader, steps_for_epochs
 from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.report.report import write_report
+from verl_omni.report.starts import note_start, typed_command
+from verl_omni.report.tracking import Tracking, readable
 from verl_omni.trainer.diffusion import checkpointing, run_record
 from verl_omni.trainer.diffusion.diffusion_metric_utils import (
     compute_data_metrics_diffusion,
@@ -43,12 +48,7 @@ from verl_omni.trainer.progress import progress, tell, timer
 from verl_omni.trainer.resources import rendezvous_ports, worker_environment
 from verl_omni.trainer.run_log import terminal
 from verl_omni.utils.arrays import object_array
-from verl_omni.utils.dataset.prompt_loader import create_dataloader, create_val_dataloader, steps_for_epochs
-from verl_omni.utils.report import write_report
 from verl_omni.utils.seeds import derive_seed, derive_seeds
-from verl_omni.utils.starts import note_start, typed_command
-from verl_omni.utils.tracking import Tracking, readable
-from verl_omni.workers.config import validation_pipeline
 from verl_omni.workers.losses import build_loss_function
 from verl_omni.workers.rollout.trajectories import COLUMN
 
@@ -123,7 +123,7 @@ class BaseRayDiffusionTrainer:
         know("model worker", self.actor_wg.workers)
         self.reward_loop_manager = self.agent_loop_manager = self.rollouts = None
         if self.online:
-            from verl_omni.reward_loop import RewardLoopManager
+            from verl_omni.rewards.reward_loop import RewardLoopManager
 
             if self.config.actor_rollout_ref.hybrid_engine:
                 self.rollouts = EmbeddedRollouts(self.actor_wg)

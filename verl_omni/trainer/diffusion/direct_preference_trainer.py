@@ -9,8 +9,8 @@ from verl.protocol import DataProto
 
 from verl_omni.algorithms.forward_process import draw_sigmas, follows_old_policy
 from verl_omni.algorithms.old_policy import old_policy_decay
+from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
-from verl_omni.trainer.config.schema import DiffusionTrainerConfig
 from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
 from verl_omni.trainer.diffusion.experience import Experience, new_experience
 from verl_omni.trainer.diffusion.ordering import deal_units

@@ -5,9 +5,9 @@ from verl.protocol import DataProto
 
 from verl_omni.algorithms.advantages import weighted_rewards
 from verl_omni.algorithms.registry import estimate_advantages
+from verl_omni.config.algorithm import DiffusionAlgoConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.schedulers.windows import sde_window
-from verl_omni.trainer.config.algorithm import DiffusionAlgoConfig
 from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
 from verl_omni.trainer.diffusion.experience import Experience
 from verl_omni.trainer.diffusion.ordering import train_steps
@@ -27,6 +27,10 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
         keys = self.loss_function.loss_fn.data_keys(self.settings.actor_rollout_ref.actor)
         batch = experience.batch
         batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+        if self.settings.actor_rollout_ref.actor.old_log_probs == "recompute":
+            with timer(timing, "old_log_prob"):
+                batch = experience.batch = batch.union(self.actor_wg.compute_log_prob(self._for_training(batch)))
+            keys = (*keys, "rollout_log_probs")  # to be compared with, still
         if self.loss_function.needs_reference:
             with timer(timing, "ref"):
                 experience.batch = batch.union(self.actor_wg.compute_ref_log_prob(self._for_training(batch)))

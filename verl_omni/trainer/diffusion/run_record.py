@@ -10,9 +10,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_omni.trainer.config.schema import DiffusionTrainerConfig
+from verl_omni.config.knob import walk
+from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.utils.external_lib import module_names
-from verl_omni.utils.knob import walk
 
 ARR = "actor_rollout_ref."
 # Knobs that do not change what is learned, or that people change on purpose in the middle of a run. They are named

@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from verl_omni.trainer.config.schema import TrainerConfig
+from verl_omni.config.schema import TrainerConfig
 from verl_omni.trainer.diffusion import checkpointing
 from verl_omni.trainer.interrupts import stop_requested
 

@@ -4,12 +4,12 @@ import contextlib
 
 import torch
 
+from verl_omni.config import DiffusionModelConfig, FSDPConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.utils.seeds import derive_seed
-from verl_omni.workers.config import DiffusionModelConfig, FSDPConfig
-from verl_omni.workers.engine.fsdp.attention import choose_attention
-from verl_omni.workers.engine.fsdp.checkpoint_io import load_lora
-from verl_omni.workers.engine.fsdp.lora import add_lora
+from verl_omni.workers.engine.compile.attention import choose_attention
+from verl_omni.workers.engine.export import load_lora
+from verl_omni.workers.engine.lora import add_lora
 
 
 def build_module(

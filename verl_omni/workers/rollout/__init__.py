@@ -1,0 +1,1 @@
+"""Rollout engines: base.py is the protocol."""

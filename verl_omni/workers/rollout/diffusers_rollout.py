@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
+from verl_omni.config import DiffusionModelConfig, DiffusionPipelineConfig, DiffusionRolloutConfig
+from verl_omni.perf.memory import names_memory_knobs
 from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
 from verl_omni.pipelines.sampling import denoise
+from verl_omni.pipelines.single_frame_vae import speed_up_single_frames
 from verl_omni.utils.batcher import Batcher
-from verl_omni.utils.memory import names_memory_knobs
-from verl_omni.utils.single_frame_vae import speed_up_single_frames
-from verl_omni.workers.config import DiffusionModelConfig, DiffusionPipelineConfig, DiffusionRolloutConfig
 from verl_omni.workers.rollout.base import RolloutEngine, RolloutOutput, pad_and_cat
 from verl_omni.workers.rollout.encoders import Encoders
 

@@ -9,12 +9,12 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
+from verl_omni.config import DiffusionActorConfig, DiffusionModelConfig, DiffusionRolloutConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.utils.external_lib import import_external_lib
-from verl_omni.workers.config import DiffusionActorConfig, DiffusionModelConfig, DiffusionRolloutConfig
-from verl_omni.workers.engine.fsdp.attention import attention_choice
-from verl_omni.workers.engine.fsdp.fused_gelu import fuse_gelu
-from verl_omni.workers.engine.fsdp.parallel import compile_blocks
+from verl_omni.workers.engine.compile.attention import attention_choice
+from verl_omni.workers.engine.compile.blocks import compile_blocks
+from verl_omni.workers.engine.compile.fused_gelu import fuse_gelu
 from verl_omni.workers.engine.module import autocast, build_module, on_gpu, quiet_loading, resolve_dtypes
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout

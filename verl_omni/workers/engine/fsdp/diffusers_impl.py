@@ -1,453 +1,66 @@
-"""The training engine: diffusers transformers under FSDP2, with gloo on CPUs and NCCL on GPUs."""
+"""FSDP2: diffusers transformers spread over ranks, with gloo on CPUs and NCCL on GPUs."""
 
-import contextlib
-import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from verl.utils.device import get_device_id, get_device_name
+from torch.distributed.fsdp import FSDPModule
 
-import verl_omni.utils.cpu_platform  # noqa: F401  (verl asks for a platform when it is imported)
+from verl_omni.config import DiffusionActorConfig, FSDPConfig
+from verl_omni.workers.engine.base import DiffusionEngine
+from verl_omni.workers.engine.fsdp.shard import shard
+from verl_omni.workers.engine.noise_levels import NoiseLevels
+from verl_omni.workers.engine.reverse_steps import ReverseSteps
 
 with warnings.catch_warnings():  # verl announces every engine whose package is not installed
     warnings.simplefilter("ignore")
-    from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
-
-from verl_omni.pipelines.model_base import DiffusionModelBase
-from verl_omni.pipelines.sampling import transformer_inputs
-from verl_omni.pipelines.schedulers.flow_match_sde import check_timesteps, sqrt_neg_dt
-from verl_omni.pipelines.schedulers.steps import kl_std
-from verl_omni.workers.config import CheckpointConfig, DiffusionModelConfig, FSDPConfig, OptimizerConfig
-from verl_omni.workers.engine.fsdp import checkpoint_io
-from verl_omni.workers.engine.fsdp.attention import attention_choice
-from verl_omni.workers.engine.fsdp.compile_ahead import compile_ahead
-from verl_omni.workers.engine.fsdp.fused_gelu import fuse_gelu
-from verl_omni.workers.engine.fsdp.lora import FoldedLora
-from verl_omni.workers.engine.fsdp.optimizer import build_optimizer
-from verl_omni.workers.engine.fsdp.pairs import micro_batches, pair_indices
-from verl_omni.workers.engine.fsdp.parallel import compile_blocks, shard
-from verl_omni.workers.engine.fsdp.policies import Policies, fsdp_modules, reshard
-from verl_omni.workers.engine.module import autocast, build_module, on_gpu, resolve_dtypes
-from verl_omni.workers.host_memory import HostMemory, bring, bring_state, local
-
-LossFunction = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], Any]
+    from verl.workers.engine.base import EngineRegistry
 
 
-class _Mode(BaseEngineCtx):
-    """Loads what is offloaded, and puts it back; the module knows its mode."""
+class DiffusersFSDPEngine(DiffusionEngine):
+    """One rank trains the module as it is; several hold a share of each block, and gather it when it is used."""
 
-    def __enter__(self):
-        super().__enter__()
-        self.engine.module.train(self.mode == "train")
+    @classmethod
+    def settings(cls, actor: DiffusionActorConfig) -> FSDPConfig:
+        return actor.fsdp_config
 
-
-class DiffusersFSDPEngine(BaseEngine):
-    """Holds the transformer and updates it. What a forward computes is the subclass's business."""
-
-    def __init__(
-        self,
-        model_config: DiffusionModelConfig,
-        engine_config: FSDPConfig,
-        optimizer_config: OptimizerConfig,
-        checkpoint_config: CheckpointConfig,
-    ):
-        self.model_config = model_config
-        self.engine_config = engine_config
-        self.optimizer_config = optimizer_config
-        self.checkpoint_config = checkpoint_config
-        self.adapter = DiffusionModelBase.get_class(model_config)
-        self.device = torch.device(get_device_id() if get_device_name() != "cpu" else "cpu")
-        self.dtype, self.model_dtype = resolve_dtypes(engine_config, self.device, lora=model_config.lora_rank > 0)
-        self.mode: str | None = None
-        self.micro_batch_size = 16
-        self.rows_per_unit = 1
-        self.ema_decay = 0.0
-
-    # ---- construction --------------------------------------------------------------------------------
-
-    def initialize(self) -> None:
-        """Build the module, shard it, and make the optimizer and the learning-rate schedule."""
-        attention, why = attention_choice(
-            self.engine_config.attention_backend, self.adapter, self.device, self.dtype
-        )
-        if self.device.type != "cpu" and dist.get_rank() == 0:
-            print(f"Attention: {attention or 'native'} ({why}).", flush=True)
-        self.module, self.parts = build_module(
-            self.model_config, self.engine_config.seed, self.model_dtype, attention
-        )
-        self.module.to(self.device)
-        self.host = HostMemory()
-        self.sharded = dist.get_world_size() > 1
-        self.compiled = on_gpu(self.engine_config.use_torch_compile, self.device)
-        if self.compiled:
-            if on_gpu(self.engine_config.compile_ahead, self.device) and not self.sharded:
-                mixed = self.dtype if self.dtype != torch.float32 else None
-                compile_ahead(self.parts.values(), lambda: self.whole_units(self.micro_batch_size), mixed)
-            if on_gpu(self.engine_config.fused_gelu, self.device):
-                for part in self.parts.values():
-                    fuse_gelu(part)
-            compile_blocks(self.parts)
-        if self.sharded:  # a single rank has nothing to share: it trains the module as it is
-            self.mesh = shard(self.parts, self.engine_config, self.device, self.dtype)
-        self.folded_lora = FoldedLora(self.parts.values()) if self._folds_lora() else None
-        self.parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
-        self.optimizer, self.lr_scheduler = build_optimizer(
-            list(self.parameters.values()), self.optimizer_config, self.device
-        )
-        self.policies = Policies(self.parameters, offload=self.engine_config.param_offload)
-        self.scheduler = self.adapter.build_scheduler(self.model_config)
-        self.adapter.set_timesteps(self.scheduler, self.model_config, self.device)
-        self.to("cpu", model=self.is_param_offload_enabled, optimizer=False, grad=False)
-
-    def _folds_lora(self) -> bool:
-        """By default on a GPU whose memory has a quarter left beside the weights and a copy of the adapted ones."""
-        if self.model_config.lora_rank == 0 or self.sharded or self.engine_config.fold_lora is False:
-            return False
-        if self.engine_config.fold_lora is None:
-            if self.device.type != "cuda" or self.engine_config.param_offload:
-                return False
-            weights = sum(p.nbytes for part in self.parts.values() for p in part.parameters())
-            memory = torch.cuda.get_device_properties(self.device).total_memory
-            return weights + FoldedLora.bytes_needed(self.parts.values()) < 0.75 * memory
-        if self.engine_config.param_offload:
-            raise ValueError(
-                "fsdp_config.fold_lora=true keeps two copies of the weights on the device, which param_offload=true is "
-                "to keep free: set one of them to false"
-            )
-        return True
-
-    def autocast(self) -> contextlib.AbstractContextManager:
-        """Compute in `dtype`, on one rank and on many alike."""
-        return autocast(self.device, self.dtype)
-
-    def keep_reference(self, offload: bool = False) -> None:
-        """Full fine-tuning: remember the starting weights. With LoRA the reference is the model without adapters."""
-        if self.model_config.lora_rank == 0:
-            self.policies.keep("reference", offload)
-
-    def keep_ema(self, decay: float) -> None:
-        """A moving average of the trained weights, moved after every optimizer step."""
-        self.ema_decay = decay
-        self.policies.keep("ema")
-
-    # ---- modes and policies --------------------------------------------------------------------------
+    def spread(self) -> None:
+        self.mesh = shard(self.parts, self.engine_config, self.device, self.dtype)
 
     @property
-    def is_param_offload_enabled(self) -> bool:
-        return self.engine_config.param_offload
-
-    @property
-    def is_optimizer_offload_enabled(self) -> bool:
-        return self.engine_config.optimizer_offload
-
-    def train_mode(self, **kwargs) -> _Mode:
-        return _Mode(self, "train", **kwargs)
-
-    def eval_mode(self, **kwargs) -> _Mode:
-        return _Mode(self, "eval", **kwargs)
-
-    @contextlib.contextmanager
-    def policy(self, name: str) -> Iterator[None]:
-        """Forward passes inside use the policy of that name: current, reference, ema, old."""
-        if name == "current":
-            yield
-        elif name == "reference" and self.model_config.lora_rank > 0:
-            with self.disable_adapter():
-                yield
-        else:
-            with self.policies.swapped_in(name, self.parts.values()):
-                yield
-
-    @contextlib.contextmanager
-    def disable_adapter(self) -> Iterator[None]:
-        """LoRA layers pass their input on to the base layer alone.
-
-        peft's own switch also turns `requires_grad` off, which FSDP keeps for the gathered weights if it sees it first.
-        """
-        from peft.tuners.tuners_utils import BaseTunerLayer
-
-        layers = [m for m in self.module.modules() if isinstance(m, BaseTunerLayer)]
-        for layer in layers:
-            layer._disable_adapters = True
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer._disable_adapters = False
+    def _shards(self) -> list[FSDPModule]:
+        return [m for part in self.parts.values() for m in part.modules() if isinstance(m, FSDPModule)]
 
     def gather(self) -> None:
-        """Every rank holds the whole model, ready to generate, until `release`; no rank waits for another."""
-        if self.folded_lora is not None:
-            self.folded_lora.swap_in()
-        for module in fsdp_modules(self.parts.values()):
+        for module in self._shards:
             module.set_reshard_after_forward(False, recurse=False)
             module.unshard()
 
     def release(self) -> None:
-        if self.folded_lora is not None:
-            self.folded_lora.swap_out()
-        for module in fsdp_modules(self.parts.values()):
+        for module in self._shards:
             module.set_reshard_after_forward(self.engine_config.reshard_after_forward, recurse=False)
-        reshard(self.parts.values())
+        self.settle()
 
-    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        super().to(device, model, optimizer, grad)
-        leaves = device == "cpu"
-        if model:
-            reshard(self.parts.values())
-            if leaves:
-                self.optimizer_zero_grad()  # gradients have had their step: moving them would be for nothing
-                self.host.take([self.module])
-            else:
-                bring([self.module], self.device)
-        if optimizer:
-            self.host.take_state(self.optimizer) if leaves else bring_state(self.optimizer, self.device)
+    def settle(self) -> None:
+        for module in self._shards:
+            module.reshard()
 
-    # ---- forward, backward, step ---------------------------------------------------------------------
+    def begin_micro_batch(self, last: bool) -> None:
+        for module in self._shards:
+            module.set_requires_gradient_sync(last, recurse=False)
+            module.set_is_last_backward(last)
 
-    def before_update(self, data: dict[str, torch.Tensor], anchors: Mapping[str, str]) -> dict[str, torch.Tensor]:
-        """Add to a mini-batch what has to be computed before the first optimizer step."""
-        return data
-
-    def prepare_model_outputs(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What the loss sees of the model. Subclasses say what that is."""
-        raise NotImplementedError
-
-    def forward_step(
-        self, micro_batch: dict[str, torch.Tensor], loss_function: LossFunction | None, forward_only: bool
-    ) -> tuple[torch.Tensor | None, dict[str, Any]]:
-        """One micro-batch: (loss or None, {"model_output", "metrics"})."""
-        output = self.prepare_model_outputs(micro_batch)
-        if loss_function is None:
-            return None, {"model_output": output, "metrics": {}}
-        result = loss_function(output, micro_batch)
-        metrics = dict(result.metrics)
-        if result.add_loss_metric:
-            metrics["loss"] = result.loss.detach()
-        return result.loss, {"model_output": output if forward_only else {}, "metrics": metrics}
-
-    def forward_backward_batch(
-        self,
-        data: dict[str, torch.Tensor],
-        loss_function: LossFunction | None,
-        forward_only: bool = False,
-        training_graph: bool = False,
-        micro_batch_size: int | None = None,
-    ) -> dict[str, Any]:
-        """All micro-batches. The gradient is that of the mean over all pairs, however they are split.
-
-        `training_graph` runs a forward as training would, for kernels that round differently without a gradient.
-        """
-        self.check_batch(data)
-        data = {k: v.to(self.device) for k, v in data.items()}
-        outputs, metrics = [], {}
-        for (micro_batch, share), last in and_last(self.split(data, micro_batch_size or self.micro_batch_size)):
-            for module in fsdp_modules(self.parts.values()):
-                module.set_requires_gradient_sync(last, recurse=False)
-                module.set_is_last_backward(last)
-            with torch.set_grad_enabled(training_graph or not forward_only), self.autocast():
-                loss, out = self.forward_step(micro_batch, loss_function, forward_only)
-            if not forward_only:
-                (loss * share).backward()
-            else:
-                outputs.append({k: v.detach() for k, v in out["model_output"].items()})
-            accumulate(metrics, out["metrics"], share)
-        joined = {k: torch.cat([o[k] for o in outputs]) for k in outputs[0]} if outputs else {}
-        return {"model_output": joined, "metrics": self.reduce_metrics(metrics)}
-
-    def check_batch(self, data: dict[str, torch.Tensor]) -> None:
-        """Refuse what no later stage could name, while it is still in CPU memory. Subclasses say what that is."""
-
-    def split(self, data: dict[str, torch.Tensor], size: int) -> Iterator[tuple[dict[str, torch.Tensor], float]]:
-        return micro_batches(data, size)
-
-    def whole_units(self, rows: int) -> int:
-        """As many of `rows` rows as make whole units, such as pairs."""
-        return max(1, rows // self.rows_per_unit) * self.rows_per_unit
-
-    def train_batch(
-        self,
-        data: dict[str, torch.Tensor],
-        loss_function: LossFunction,
-        before_step: Callable[[dict[str, float]], None] | None = None,
-    ) -> dict[str, Any]:
-        """One optimizer step. `before_step` sees the metrics, the same on every rank, and may raise."""
-        self.optimizer_zero_grad()
-        output = self.forward_backward_batch(data, loss_function)
-        if before_step is not None:
-            before_step(output["metrics"])
-        self.drop_idle_gradients(data)
-        output["metrics"]["grad_norm"] = self.optimizer_step()
-        output["metrics"]["lr"] = self.lr_scheduler_step()
-        return output
-
-    def trained_timesteps(self, data: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Where the rows of a mini-batch are trained, (N,). Subclasses say how the batch holds them."""
-        raise NotImplementedError
-
-    def drop_idle_gradients(self, data: dict[str, torch.Tensor]) -> None:
-        """A part that no rank had a row for has no gradient, and the optimizer leaves it alone.
-
-        On one rank that is so by itself. On several all ranks call it with rows that count for nothing, and its
-        gradient is 0, with which Adam would still move it, by its momentum and by weight decay.
-        """
-        if not self.sharded or len(self.parts) == 1:
-            return
-        used = self.adapter.parts_at(self.module, self.trained_timesteps(data))
-        seen = torch.tensor([int(name in used) for name in self.parts], device=self.device)
-        dist.all_reduce(seen, op=dist.ReduceOp.MAX)
-        for part, anywhere in zip(self.parts.values(), seen.tolist(), strict=True):
-            if not anywhere:
-                part.zero_grad(set_to_none=True)
-
-    def infer_batch(
-        self,
-        data: dict[str, torch.Tensor],
-        loss_function: LossFunction | None = None,
-        training_graph: bool = False,
-        micro_batch_size: int | None = None,
-    ) -> dict[str, Any]:
-        return self.forward_backward_batch(data, loss_function, True, training_graph, micro_batch_size)
-
-    @property
-    def rounds_like_rollout(self) -> bool:
-        """Whether training reproduces the rollout's log-probabilities to 1e-6."""
-        return self.dtype == torch.float32 and not self.compiled and self.folded_lora is None
-
-    def optimizer_zero_grad(self) -> None:
-        self.optimizer.zero_grad()
-
-    def optimizer_step(self) -> float:
-        """Clip, step, move the average; the gradient's norm before clipping."""
-        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-        squares = torch.stack([local(g).float().square().sum() for g in grads]).sum()
+    def sum_of_shards(self, squares: torch.Tensor) -> torch.Tensor:
         if self.sharded:
             dist.all_reduce(squares, group=self.mesh.get_group("fsdp"))
-        norm = math.sqrt(squares.item())
-        if not math.isfinite(norm):
-            raise FloatingPointError(
-                f"the gradient's norm is {norm}: the update would destroy the weights. A lower learning rate "
-                "(actor_rollout_ref.actor.optim.lr) or noise_level usually helps"
-            )
-        limit = self.optimizer_config.clip_grad
-        if limit and norm > limit:
-            for grad in grads:
-                local(grad).mul_(limit / (norm + 1e-6))
-        self.optimizer.step()
-        if self.ema_decay:
-            self.policies.blend("ema", self.ema_decay)
-        return norm
-
-    def lr_scheduler_step(self) -> float:
-        """The learning rate of the step just taken; the next one's is set."""
-        lr = self.lr_scheduler.get_last_lr()[0]
-        self.lr_scheduler.step()
-        return lr
-
-    def reduce_metrics(self, metrics: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Mean over ranks; names with `max` are maxima."""
-        if not metrics:
-            return {}
-        names = sorted(metrics)
-        values = torch.stack([torch.as_tensor(metrics[n], dtype=torch.float64).cpu() for n in names]).to(self.device)
-        gathered = [torch.empty_like(values) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, values)
-        stacked = torch.stack(gathered)
-        return {n: (stacked[:, i].max() if is_maximum(n) else stacked[:, i].mean()).item() for i, n in enumerate(names)}
-
-    def get_per_tensor_param(self, **kwargs) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
-        """(the trained weights by name, each gathered from all ranks; no peft config: names are the module's own)."""
-        reshard(self.parts.values())
-        whole = ((n, p.full_tensor() if hasattr(p, "full_tensor") else p) for n, p in self.parameters.items())
-        return ((name, tensor.detach()) for name, tensor in whole), None
-
-    # ---- data parallelism and checkpoints ------------------------------------------------------------
-
-    def get_data_parallel_size(self) -> int:
-        return dist.get_world_size()
-
-    def get_data_parallel_rank(self) -> int:
-        return dist.get_rank()
-
-    def get_data_parallel_group(self):
-        return dist.group.WORLD
-
-    def is_mp_src_rank_with_outputs(self) -> bool:
-        return True
-
-    def save_checkpoint(
-        self,
-        local_path: str,
-        hdfs_path: str | None = None,
-        global_step: int = 0,
-        max_ckpt_to_keep: int | None = None,
-        **kwargs,
-    ) -> None:
-        """Write this rank's part of the training state, and the weights in diffusers' format."""
-        reshard(self.parts.values())
-        checkpoint_io.save(self, local_path)
-
-    def load_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False, **kwargs
-    ) -> None:
-        reshard(self.parts.values())
-        checkpoint_io.load(self, local_path)
+        return squares
 
 
 @EngineRegistry.register(model_type="diffusion_model", backend="fsdp2", device=["cpu", "cuda"])
-class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
-    """Policy gradient: a forward re-evaluates stored reverse steps."""
-
-    def check_batch(self, data: dict[str, torch.Tensor]) -> None:
-        check_timesteps(self.scheduler, data["all_timesteps"].float())
-
-    def trained_timesteps(self, data: dict[str, torch.Tensor]) -> torch.Tensor:
-        return data["all_timesteps"].cpu()[pair_indices(data)]
-
-    def prepare_model_outputs(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """log_probs (N,), prev_sample_mean (N, ...), std_dev_t and kl_std (N, 1, ...) of N stored (sample, step)s."""
-        sample, timestep = micro_batch["latents"][:, 0], micro_batch["timesteps"][:, 0]
-        inputs, negative = transformer_inputs(
-            self.adapter, self.module, self.model_config, sample, timestep, micro_batch
-        )
-        if negative is not None and "uncond_velocity" in micro_batch:
-            negative = {"velocity": micro_batch["uncond_velocity"]}
-        log_probs, mean, std_dev_t = self.adapter.forward_and_sample_previous_step(
-            self.module,
-            self.scheduler,
-            self.model_config,
-            inputs,
-            negative,
-            scheduler_inputs={"sample": sample, "prev_sample": micro_batch["prev_latents"], "timestep": timestep},
-            step=0,
-        )
-        micro_batch["sqrt_dt"] = sqrt_neg_dt(self.scheduler, timestep)
-        in_kl = kl_std(self.model_config.algo.sde_type, std_dev_t, micro_batch["sqrt_dt"])
-        return {"log_probs": log_probs, "prev_sample_mean": mean, "std_dev_t": std_dev_t, "kl_std": in_kl}
+class PPODiffusersFSDPEngine(ReverseSteps, DiffusersFSDPEngine):
+    """Policy gradient."""
 
 
-def and_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Each item, and whether it is the last. Items are made one ahead, never all at once."""
-    items = iter(items)
-    item = next(items)
-    for following in items:
-        yield item, False
-        item = following
-    yield item, True
-
-
-def is_maximum(name: str) -> bool:
-    return "max" in name
-
-
-def accumulate(total: dict[str, torch.Tensor], metrics: dict[str, Any], share: float) -> None:
-    """Weighted mean over micro-batches (or their maximum), without waiting for the device."""
-    for name, value in metrics.items():
-        value = torch.as_tensor(value).detach().double()
-        if is_maximum(name):
-            total[name] = torch.maximum(total[name], value) if name in total else value
-        else:
-            total[name] = total.get(name, 0.0) + value * share
+@EngineRegistry.register(model_type="diffusion_preference_model", backend="fsdp2", device=["cpu", "cuda"])
+class PreferenceDiffusersFSDPEngine(NoiseLevels, DiffusersFSDPEngine):
+    """Direct preference."""

@@ -1,0 +1,68 @@
+from unittest import mock
+
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel
+from tiny_models import tiny_sd3_transformer
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from verl_omni.perf.flops import FlopMeter
+
+
+def transformer() -> SD3Transformer2DModel:
+    return tiny_sd3_transformer(num_layers=2)
+
+
+def call(module: torch.nn.Module, rows: int) -> torch.Tensor:
+    return module(
+        hidden_states=torch.randn(rows, 4, 8, 8),
+        timestep=torch.full((rows,), 500.0),
+        encoder_hidden_states=torch.randn(rows, 5, 16),
+        pooled_projections=torch.randn(rows, 16),
+        return_dict=False,
+    )[0]
+
+
+def test_costs_are_those_of_torchs_counter():
+    """Three rows without a gradient and five with one, against the counter on the very same calls.
+
+    torch's counter does not know the CPU's fused attention: it counts attention by its matrix products.
+    """
+    module = transformer()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        with torch.no_grad():
+            call(module, 3)
+        call(module, 5).sum().backward()
+
+    meter = FlopMeter([module])
+    with torch.no_grad():
+        call(module, 3)
+    call(module, 5).sum().backward()
+    meter._thread.shutdown(wait=True)
+    assert meter.take() == counter.get_total_flops()
+
+
+def test_a_sharded_module_costs_the_same():
+    module = transformer()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        call(module, 2)
+    module.__class__ = type("FSDPSD3Transformer2DModel", (FSDPModule, SD3Transformer2DModel), {})  # as fully_shard does
+    meter = FlopMeter([module])
+    with torch.no_grad():
+        call(module, 2)
+    meter._thread.shutdown(wait=True)
+    assert meter.take() == counter.get_total_flops()
+
+
+def test_what_cannot_be_counted_is_said(monkeypatch):
+    module = transformer()
+    meter = FlopMeter([module])
+    monkeypatch.setattr("verl_omni.perf.flops.subprocess.run", lambda *a, **k: mock.Mock(returncode=1, stderr=b"no"))
+    with torch.no_grad():
+        call(module, 1)
+    meter._thread.shutdown(wait=True)
+    with pytest.warns(UserWarning, match="perf/mfu .* left out: the FLOPs of SD3Transformer2DModel"):
+        assert meter.take() is None
+    assert meter.take() is None

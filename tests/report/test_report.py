@@ -1,0 +1,285 @@
+import base64
+import io
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import verl_omni
+from verl_omni.report.charts import Series, line_chart, stacked_bars, ticks
+from verl_omni.report.report import MAX_PAIRS, Run, format_before_after_table, write_report
+from verl_omni.report.starts import commit, note_start, read_starts
+
+STEPS = 6
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run of six steps with validations at 0, 3 and 6, as the trainer leaves it."""
+    lines = [{"step": 0, "data": {"val-core/ocr/reward/mean@1": 0.544, "val-aux/ocr/exact/mean@1": 0.17}}]
+    for step in range(1, STEPS + 1):
+        data = {
+            "critic/rewards/mean": 0.5 + step / 20,
+            "actor/pg_clipfrac": 0.125,
+            "actor/grad_norm": None,
+            "timing_s/step": 10.0,
+            "timing_s/gen": 4.0,
+            "timing_s/update_actor": 3.5,
+            "perf/total_num_images": 96,
+        }
+        if step % 3 == 0:
+            data |= {"val-core/ocr/reward/mean@1": 0.6 + step / 20, "timing_s/testing": 2.0}
+            data |= {"val-aux/ocr/exact/mean@1": step / 10}
+        lines.append({"step": step, "data": data})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "config.yaml").write_text("trainer:\n  note: <b>not bold</b>\n")
+    for step in (0, 3, 10):
+        folder = tmp_path / "validation" / f"step_{step}"
+        folder.mkdir(parents=True)
+        with (folder / "samples.jsonl").open("w") as samples:
+            for index in range(4):
+                Image.new("RGB", (32, 16), (step * 20, index * 60, 200)).save(folder / f"{index:05d}.png")
+                sample = {
+                    "index": index,
+                    "prompt": f'a sign that reads "40{index}"',
+                    "ground_truth": f"40{index}",
+                    "score": 0.25 if step == 0 else 1.0,
+                    "seed": index,
+                    "image": f"{index:05d}.png",
+                    "reward_extra_info": {"ocr_text": f"read{step}-{index}", "exact": float(step > 0)},
+                }
+                samples.write(json.dumps(sample) + "\n")
+    return tmp_path
+
+
+class Collector(HTMLParser):
+    """Text, images and every reference of a page; raises where tags do not close."""
+
+    VOID = {"meta", "img", "br", "line", "circle", "rect", "polyline"}
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.open, self.texts, self.images, self.links = [], [], [], []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        if tag == "img":
+            self.images.append(attrs["src"])
+        self.links += [v for k, v in attrs.items() if k in ("src", "href") and not v.startswith("data:")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.texts))
+
+
+def test_numbers_of_the_run_land_in_the_page(run_dir):
+    path = write_report(run_dir, title="Signs & numbers", continue_command="verl-omni trainer.total_training_steps=40")
+    assert path == run_dir / "report.html"
+    text = Collector(path.read_text()).text
+    assert "Signs & numbers" in text
+    assert "validation reward (ocr) 0.544 → 0.900" in text and "+0.356, step 0 to 6" in text
+    assert "validation exact (ocr) 0.170 → 0.600" in text
+    assert "training reward 0.550 → 0.800" in text
+    assert "6 steps · 1 min 0 s of training · 576 images scored" in text
+    assert "verl-omni trainer.total_training_steps=40" in text
+    assert "note: <b>not bold</b>" in text
+    assert "training, step 4: 0.7" in text
+    assert "actor/pg_clipfrac, step 2: 0.125" in text
+    assert "gen, step 1: 4 s" in text and "other, step 1: 2.5 s" in text and "testing, step 3: 2 s" in text
+
+
+def test_page_needs_nothing_from_outside(run_dir):
+    page = write_report(run_dir).read_text()
+    assert Collector(page).links == []
+    assert "http" not in page and "@import" not in page and "url(" not in page
+
+
+def test_pairs_show_first_and_last_validation_side_by_side(run_dir):
+    page = Collector(write_report(run_dir).read_text())
+    assert len(page.images) == 8
+    first, last = (Image.open(io.BytesIO(base64.b64decode(uri.split(",")[1]))) for uri in page.images[:2])
+    # Step 10 comes after step 3 although "step_10" sorts before it.
+    assert first.getpixel((0, 0)) == (0, 0, 200) and last.getpixel((0, 0)) == (200, 0, 200)
+    assert 'a sign that reads "402" 0.25 ocr text: read0-2 exact: 0 1.00 ocr text: read10-2 exact: 1' in page.text
+    assert "read3-0" not in page.text
+
+
+def test_large_images_become_thumbnails_and_not_all_are_shown(run_dir):
+    for step in (0, 10):
+        folder = run_dir / "validation" / f"step_{step}"
+        Image.new("RGB", (1024, 512), "gray").save(folder / "00000.png")
+        sample = json.loads((folder / "samples.jsonl").read_text().splitlines()[0])
+        (folder / "samples.jsonl").write_text(
+            "".join(json.dumps(sample | {"index": i}) + "\n" for i in range(MAX_PAIRS + 5))
+        )
+    page = Collector(write_report(run_dir).read_text())
+    assert len(page.images) == 2 * MAX_PAIRS
+    assert Image.open(io.BytesIO(base64.b64decode(page.images[0].split(",")[1]))).size == (256, 128)
+
+
+def test_what_a_run_lacks_is_left_out_or_said(run_dir):
+    page = Collector(write_report(run_dir, out_path=run_dir / "else" / "page.html").read_text()).text
+    assert "KL to the reference" not in page
+    assert "Gradient norm" not in page, "null is not a number"
+    assert "Go on from here" not in page
+    (run_dir / "config.yaml").unlink()
+    for file in run_dir.glob("validation/*/samples.jsonl"):
+        file.unlink()
+    page = Collector(write_report(run_dir).read_text()).text
+    assert "Config" not in page and "Before and after" not in page
+
+
+def edit(path: Path, change) -> None:
+    """Rewrite the lines of a JSON-lines file."""
+    lines = [change(json.loads(line)) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_what_made_the_run_is_said(run_dir):
+    (run_dir / "config.yaml").write_text(
+        "recipe: Signs & numbers\n"
+        "actor_rollout_ref: {model: {path: /models/Qwen-Image, algorithm: flow_grpo}, rollout: {seed: 7}}\n"
+        "data: {train_files: [a.parquet, b.parquet], val_files: null, seed: 3}\n"
+        "reward: {custom_reward_function: {path: mine.py, name: judge}}\n"
+        "trainer: {seed: 0}\n"
+    )
+    note_start(run_dir, 0, "python -m verl_omni.trainer.main_diffusion recipe=<x>")
+    note_start(run_dir, 3, None)
+    text = Collector(write_report(run_dir).read_text()).text
+    assert "Signs & numbers" in text and "Model /models/Qwen-Image" in text and "Algorithm flow_grpo" in text
+    assert "Training data ['a.parquet', 'b.parquet']" in text and "Validation data" not in text
+    assert "Reward judge in mine.py" in text and "trainer.seed=0, data.seed=3, actor_rollout_ref.rollout.seed=7" in text
+    first, second = read_starts(run_dir)
+    for start in (first, second):
+        assert f"Started at step {start['step']} {start['date']}, verl-omni {verl_omni.__version__}" in text
+        assert start["machine"] in text
+    assert platform.node() in first["machine"] and f"{os.cpu_count()} cores" in first["machine"]
+    (run_dir / "starts.jsonl").write_text(json.dumps(first) + "\n")
+    assert "main_diffusion recipe=<x>" in Collector(write_report(run_dir).read_text()).text
+
+
+def test_the_users_commit_is_noted(tmp_path):
+    def git(*arguments):
+        return subprocess.run(["git", "-C", tmp_path, *arguments], check=True, capture_output=True, text=True).stdout
+
+    if shutil.which("git") is None:
+        pytest.skip("there is no git")
+    assert commit(tmp_path) is None
+    git("init", "-q")
+    assert commit(tmp_path) is None, "nothing was committed"
+    (tmp_path / "reward.py").write_text("a = 1\n")
+    git("add", ".")
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "one")
+    head = git("rev-parse", "HEAD").strip()
+    assert commit(tmp_path) == head[:12]
+    (tmp_path / "reward.py").write_text("a = 2\n")
+    assert commit(tmp_path) == head[:12] + "+"
+
+
+def test_colours_follow_the_scores_of_the_run_whatever_their_range(run_dir):
+    for step, scores in ((0, (-90.0, -70.0, -80.0, -85.0)), (10, (-60.0, -50.0, -70.0, -75.0))):
+        edit(
+            run_dir / f"validation/step_{step}/samples.jsonl",
+            lambda line, scores=scores: line | {"score": scores[line["index"]]},
+        )
+    page = write_report(run_dir).read_text()
+    assert [float(x) for x in re.findall(r"--good:([\d.]+)", page)][:4] == [0.0, 0.75, 0.5, 1.0]
+    assert "from the lowest score here (-90.000) to the highest (-50.000)" in page
+    for step in (0, 10):
+        edit(run_dir / f"validation/step_{step}/samples.jsonl", lambda line: line | {"score": 3e-6})
+    page = write_report(run_dir).read_text()
+    assert set(re.findall(r"--good:([\d.]+)", page)) == {"0.50"} and ">3e-06<" in page
+
+
+def test_the_spread_within_groups_is_drawn(run_dir):
+    spread = {"critic/rewards/std_mean": 0.125, "critic/rewards/zero_std_ratio": 0.5}
+    edit(run_dir / "metrics.jsonl", lambda line: line | {"data": line["data"] | spread})
+    text = Collector(write_report(run_dir).read_text()).text
+    assert "Reward's standard deviation in a group" in text and "critic/rewards/std_mean, step 2: 0.125" in text
+    assert "Groups whose rewards are all equal" in text and "zero_std_ratio, step 2: 0.5" in text
+
+
+def test_a_run_without_rewards_and_one_with_a_single_validation(run_dir):
+    """Offline training has no rewards; a validation alone has nothing to compare with."""
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "data": {"timing_s/step": 1.0, "actor/grad_norm": 1e-13}}\n')
+    for step in (0, 3):
+        (run_dir / f"validation/step_{step}/samples.jsonl").unlink()
+    page = Collector(write_report(run_dir).read_text())
+    assert "Gradient norm" in page.text and "Reward" not in page.text and "Before and after" not in page.text
+    assert "Validation The first 4 validation prompts, with the same seeds, at step 10." in page.text
+    assert len(page.images) == 4
+    (run_dir / "metrics.jsonl").write_text('{"step": 0, "data": {"x": 1.0}}\n')
+    assert "Learning" not in Collector(write_report(run_dir).read_text()).text
+
+
+def test_small_numbers_keep_the_digits_that_count(run_dir):
+    edit(run_dir / "metrics.jsonl", lambda line: line | {"data": {k: v and v * 1e-5 for k, v in line["data"].items()}})
+    assert format_before_after_table(run_dir).splitlines()[2].split()[-3:] == ["5.44e-06", "9e-06", "+3.56e-06"]
+    assert "training reward 5.5e-06 → 8e-06" in Collector(write_report(run_dir).read_text()).text
+
+
+def test_table_for_the_console(run_dir):
+    assert format_before_after_table(run_dir).splitlines() == [
+        "                         before  after  change",
+        "----------------------------------------------",
+        "validation reward (ocr)   0.544  0.900  +0.356",
+        "validation exact (ocr)    0.170  0.600  +0.430",
+        "training reward           0.550  0.800  +0.250",
+    ]
+
+
+def test_a_folder_that_is_no_run_gets_one_clear_line(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no run folder: it has no metrics.jsonl"):
+        write_report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="has not logged a step"):
+        Run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]), (0.544, 0.93, [0.5, 0.6, 0.7, 0.8, 0.9, 1.0]), (-3, 12, [-5, 0, 5, 10, 15])],
+)
+def test_ticks_are_round_and_enclose_the_data(low, high, expected):
+    assert ticks(low, high) == pytest.approx(expected)
+
+
+def test_ticks_of_a_constant():
+    for constant in (0.0, 3.0, -2e-9, 1e20, 3e-14):
+        marks = ticks(constant, constant)
+        assert marks[0] < constant < marks[-1]
+
+
+def test_line_chart_places_points_in_proportion():
+    svg = line_chart([Series("a", [(0, 0.0), (5, 0.5), (10, 1.0)])])
+    (x0, y0), (x1, y1), (x2, y2) = (
+        tuple(map(float, pair.split(","))) for pair in re.search('points="([^"]+)"', svg)[1].split()
+    )
+    assert x1 == pytest.approx((x0 + x2) / 2, abs=0.1) and y1 == pytest.approx((y0 + y2) / 2, abs=0.1)
+    assert x0 < x2 and y0 > y2
+
+
+def test_stacked_bars_stand_on_each_other():
+    svg = stacked_bars([1, 2], {"a": [1.0, 2.0], "b": [3.0, 1.0]})
+    bars = [tuple(map(float, m)) for m in re.findall(r'y="([\d.]+)" width="[\d.]+" height="([\d.]+)"', svg)]
+    (a_top, a_height), (b_top, b_height) = bars[0], bars[2]
+    assert b_top + b_height == pytest.approx(a_top, abs=0.2)
+    assert b_height == pytest.approx(3 * a_height, abs=0.3)

@@ -1,0 +1,152 @@
+import json
+import math
+import os
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from verl_omni.report.tracking import AddedLines, Console, JsonLines, Tracking, read_metrics
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def track(run_dir, *backends, **kwargs):
+    return Tracking(list(backends), run_dir, "project", "experiment", {"trainer": {}}, **kwargs)
+
+
+def test_each_step_is_on_disk_as_soon_as_it_is_logged(tmp_path):
+    tracking = track(tmp_path / "run", "jsonl")
+    file = tmp_path / "run" / "metrics.jsonl"
+    for step in range(3):
+        tracking.log({"a/x": torch.tensor(0.5), "b": np.float32(0.25), "n": step}, step)
+        assert lines(file)[-1] == {"step": step, "data": {"a/x": 0.5, "b": 0.25, "n": step}}
+    assert [entry["step"] for entry in lines(file)] == [0, 1, 2]
+    tracking.finish()
+
+
+def test_floats_survive_exactly_and_non_finite_ones_are_null(tmp_path):
+    log = JsonLines(tmp_path / "m.jsonl")
+    log.log({"third": 1 / 3, "tiny": 5e-324, "nan": math.nan, "inf": -math.inf}, 1)
+    entry = json.loads((tmp_path / "m.jsonl").read_text(), parse_constant=pytest.fail)
+    assert entry["data"] == {"third": 1 / 3, "tiny": 5e-324, "nan": None, "inf": None}
+
+
+def test_resuming_cuts_off_what_lies_beyond_the_checkpoint(tmp_path):
+    path = tmp_path / "m.jsonl"
+    whole = JsonLines(tmp_path / "whole.jsonl")
+    first = JsonLines(path)
+    for step in range(6):
+        whole.log({"x": step / 7}, step)
+        first.log({"x": step / 7}, step)
+    with path.open("a") as file:
+        file.write('{"step": 6, "da')  # killed while writing
+
+    second = JsonLines(path, resumed_step=3)
+    assert [entry["step"] for entry in lines(path)] == [0, 1, 2, 3]
+    for step in (4, 5):
+        second.log({"x": step / 7}, step)
+    assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_step_logged_again_is_one_line_with_both(tmp_path, resumed):
+    path = tmp_path / "m.jsonl"
+    log = JsonLines(path)
+    log.log({"x": 1}, 1)
+    log.log({"x": 22222222, "y": 2}, 2)
+    if resumed:
+        log.finish()
+        log = JsonLines(path, resumed_step=2)
+    log.log({"val": 0.5, "x": 3}, 2)
+    log.log({"x": 4}, 3)
+    expected = [{"step": 1, "data": {"x": 1}}, {"step": 2, "data": {"x": 3, "y": 2, "val": 0.5}}]
+    assert lines(path) == [*expected, {"step": 3, "data": {"x": 4}}]
+    with pytest.raises(ValueError, match="step 2 logged after step 3"):
+        log.log({"x": 0}, 2)
+
+
+def test_a_validation_adds_to_its_step_and_takes_nothing_away(tmp_path):
+    """Of a checkpoint in the middle of a run, where going on would cut off the rest."""
+    path = tmp_path / "m.jsonl"
+    log = JsonLines(path)
+    for step in (1, 2, 3):
+        log.log({"x": step}, step)
+    for step in (2, 0):
+        AddedLines(path).log({"val": 0.5}, step)
+    expected = [{"step": 0, "data": {"val": 0.5}}, {"step": 1, "data": {"x": 1}}]
+    assert lines(path) == [*expected, {"step": 2, "data": {"x": 2, "val": 0.5}}, {"step": 3, "data": {"x": 3}}]
+
+
+def test_a_run_from_the_start_keeps_the_older_file(tmp_path):
+    JsonLines(tmp_path / "metrics.jsonl").log({"x": 1}, 1)
+    JsonLines(tmp_path / "metrics.jsonl").log({"x": 2}, 0)
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 0, "data": {"x": 2}}]
+    assert lines(tmp_path / "metrics.old.jsonl") == [{"step": 1, "data": {"x": 1}}]
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    (tmp_path / "m.jsonl").write_text("{}x\n")
+    with pytest.raises(ValueError, match="m.jsonl is damaged"):
+        read_metrics(tmp_path / "m.jsonl")
+
+
+def test_console_shows_what_matters_on_one_line(tmp_path, capsys):
+    tracking = track(tmp_path, "console", total_steps=100)
+    data = {
+        "actor/kl_loss": 0.0012,
+        "critic/rewards/mean": np.float64(0.7342),
+        "actor/pg_clipfrac": 0.031,
+        "perf/time_per_step": 4.21,
+        "timing_s/old_log_prob": 1.0,
+    }
+    tracking.log(data, 12)
+    tracking.log({"val-core/ocr/mean": 0.8125}, 20)
+    assert capsys.readouterr().out.splitlines() == [
+        "step 12/100 | reward 0.734 | kl 1.20e-03 | clipped 3.1% | time 4.2 s",
+        "step 20/100 | val ocr/mean 0.812",
+    ]
+    tracking.log({"critic/rewards/mean": 0.000123456, "critic/rewards/std_mean": 2e-9, "val-core/a": -0.04}, 21)
+    assert capsys.readouterr().out == "step 21/100 | val a -0.04 | reward 0.000123 | group std 2e-09\n"
+    assert Console().line({}, 3) == "step 3"
+
+
+def test_unknown_backend_gets_the_nearest_name_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match='unknown trainer.logger "wandbb": did you mean "wandb"\\? known: .*jsonl'):
+        track(tmp_path / "run", "jsonl", "wandbb")
+    assert not (tmp_path / "run").exists()
+
+
+def test_tensorboard_writes_below_the_run_and_leaves_the_environment_alone(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
+    tracking = track(tmp_path, "tensorboard", "jsonl")
+    assert "TENSORBOARD_DIR" not in os.environ
+    for step in (1, 2):
+        tracking.log({"critic/rewards/mean": torch.tensor(step / 4)}, step)
+    tracking.finish()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("critic/rewards/mean")] == [(1, 0.25), (2, 0.5)]
+
+    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "mine"))
+    track(tmp_path, "tensorboard").finish()
+    assert any((tmp_path / "mine").iterdir())
+
+
+def test_wandb_offline_writes_below_the_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    tracking = track(tmp_path, "wandb")
+    tracking.log({"critic/rewards/mean": 0.5}, 1)
+    tracking.finish()
+    files = list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert len(files) == 1
+    until = time.monotonic() + 60  # W&B's own process may write it after `finish` has returned
+    while b"critic/rewards/mean" not in files[0].read_bytes():
+        assert time.monotonic() < until
+        time.sleep(0.1)

@@ -1,0 +1,122 @@
+"""Each OCR recipe with the reward that it selects, on drawn scenes: legible text scores high, other text low."""
+
+import asyncio
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from PIL import Image, ImageDraw, ImageFont
+from tiny_models import tiny_checkpoint
+from verl.protocol import DataProto
+
+from verl_omni.config import schema
+from verl_omni.data.loading import load_datasets
+from verl_omni.rewards.image_manager import ImageRewardManager
+from verl_omni.rewards.reward_loop import load_custom_reward_function
+
+pytest.importorskip("rapidocr")
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RECIPES = sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.glob("*/*ocr*.yaml"))
+SIGNS = ["Main St", "SALE 50%", "Tel 555-0199", "EST. 1987"]
+
+# (wanted, what the scene shows, font, size, least score, most)
+SCENES = [
+    ("Grand Opening", "Grand Opening", "plain", 52, 1, 1),
+    ("Fresh Bread Daily", "Fresh Bread Daily", "bold", 36, 1, 1),
+    ("Mind the Gap", "MIND THE GAP", "DejaVuSerif.ttf", 44, 1, 1),
+    ("Step Goal Achieved", "Step Goal Achieved", "DejaVuSansMono.ttf", 30, 1, 1),
+    ("Lost City Near", "Lost City\nNear", "DejaVuSerif-Bold.ttf", 40, 1, 1),
+    ("Open 24 Hours", "Open 24 Hours", "tilted", 44, 1, 1),
+    ("Exit 12", "Exit 12", "plain", 24, 1, 1),
+    # one letter of twenty is missing, and there is other text: nearly right
+    ("Spring Collection 2024", "Spring Colection 2024", "plain", 36, 0.94, 0.96),
+    # other text, which may hold the wanted letters
+    ("Forever Yours", "No Parking Today", "plain", 44, 0, 0.4),
+    ("Art", "Start", "plain", 70, 0, 0.4),
+    ("Open", "OPENING SOON", "bold", 44, 0, 0.4),
+    ("98", "Room 4987", "plain", 52, 0, 0.4),
+    ("Welcome Home", "", "plain", 44, 0, 0.4),
+]
+
+
+def font(name: str, size: int) -> ImageFont.FreeTypeFont:
+    """A font of the machine, or Pillow's own where it has none of that name."""
+    try:
+        return ImageFont.truetype(name, size)
+    except OSError:
+        return ImageFont.load_default(size=size)
+
+
+def scene(text: str, kind: str, size: int, seed: int) -> Image.Image:
+    """512 x 512: spots, a light board with the text, and three other signs."""
+    rng = np.random.default_rng(seed)
+    image = Image.linear_gradient("L").resize((512, 512)).convert("RGB")
+    draw = ImageDraw.Draw(image)
+    for x, y, d in rng.integers(0, [512, 512, 60], (30, 3)).tolist():
+        draw.ellipse((x, y, x + d, y + d), fill=tuple(rng.integers(0, 256, 3).tolist()))
+    for y, sign in zip((30, 100, 430), rng.permutation(SIGNS), strict=False):
+        draw.rectangle((30, y, 250, y + 50), fill=(20, 30, 60))
+        draw.text((140, y + 25), sign, fill=(250, 250, 200), font=font("plain", 24), anchor="mm")
+    board = Image.new("RGB", (470, 180), (245, 240, 230))
+    stroke = 1 if kind == "bold" else 0
+    ImageDraw.Draw(board).text((235, 90), text, (150, 20, 20), font(kind, size), anchor="mm", stroke_width=stroke)
+    image.paste(board.rotate(8, expand=True) if kind == "tilted" else board, (20, 190))
+    return image
+
+
+def row(item: dict, image: Image.Image) -> DataProto:
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    fields = {key: np.array([item[key]], dtype=object) for key in ("data_source", "prompt", "reward_model")}
+    return DataProto.from_dict({"responses": pixels[None]}, fields)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """What the recipes' own script makes of the prompts."""
+    script = EXAMPLES / "flowgrpo_trainer/data_process/qwenimage_ocr.py"
+    spec = importlib.util.spec_from_file_location("qwenimage_ocr", script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    folder = tmp_path_factory.mktemp("ocr")
+    for split in ("train", "test"):
+        (folder / f"{split}.txt").write_text("".join(f'a street with a sign that reads "{s[0]}"\n' for s in SCENES))
+    module.main(["--input", str(folder), "--output", str(folder)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def known() -> dict:
+    """Answers by reward and settings: recipes that select the same reward need not read the scenes again."""
+    return {}
+
+
+async def scores(config, rows: list[DataProto], known: dict) -> list[dict]:
+    manager = ImageRewardManager(config, None, compute_score=load_custom_reward_function(config.reward))
+    function, _ = manager._function(rows[0].non_tensor_batch["data_source"][0])
+    key = (function.function, repr(function.kwargs))
+    if key not in known:
+        known[key] = await asyncio.gather(*(manager.run_single(row) for row in rows))
+    return known[key]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_scenes_are_read_as_a_person_reads_them(recipe, data, known, monkeypatch):
+    monkeypatch.setenv("MODEL_PATH", str(tiny_checkpoint()))
+    monkeypatch.setenv("DATA_DIR", str(data))
+    schema.register()
+    with initialize_config_dir(str((EXAMPLES / recipe).parent), version_base=None):
+        config = compose(Path(recipe).stem, ["hydra.searchpath=[pkg://verl_omni.trainer.config]"])
+    train, _ = load_datasets(config)
+    rows = [row(train[i], scene(*shown, seed=i)) for i, (_, *shown, _, _) in enumerate(SCENES)]
+    answers = asyncio.run(scores(config, rows, known))
+    for (wanted, shown, kind, _, least, most), answer in zip(SCENES, answers, strict=True):
+        told = f'"{wanted}" in a scene that shows "{shown}" ({kind}): {answer}'
+        assert least - 1e-6 <= answer["reward_score"] <= most + 1e-6, told
+
+
+def test_there_are_recipes():
+    assert len(RECIPES) >= 10

@@ -1,0 +1,62 @@
+"""Where old log-probabilities come from is one choice, which says why and is in the metrics."""
+
+import pytest
+from e2e_runs import metrics, settings
+
+from verl_omni.testing.local_trainer import local_config, local_trainer
+from verl_omni.workers.old_log_probs import SOURCES, choose_old_log_probs
+
+REWARD = """
+def compute_score(image):
+    return image.convert("L").resize((1, 1)).getpixel((0, 0)) / 255
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "same_arithmetic", "source", "why"),
+    [
+        (None, True, "rollout", "same arithmetic"),
+        (None, False, "train", "round differently"),
+        ("rollout", False, "rollout", "old_log_probs=rollout"),
+        ("recompute", True, "recompute", "old_log_probs=recompute"),
+    ],
+)
+def test_the_choice_says_why(setting, same_arithmetic, source, why):
+    chosen = choose_old_log_probs(setting, same_arithmetic)
+    assert chosen.source == source and why in chosen.why
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory, process_group):
+    """Two steps of two optimizer steps each, in float32 on a CPU, by source; null is the first."""
+    runs = {}
+    for source in (None, *SOURCES):
+        folder = tmp_path_factory.mktemp(str(source))
+        (folder / "reward.py").write_text(REWARD)
+        given = [f"actor_rollout_ref.actor.old_log_probs={source}"] if source else []
+        guard = ["actor_rollout_ref.model.algorithm=grpo_guard"]  # its loss asks for old means too
+        reward = f"reward.custom_reward_function.path={folder}/reward.py"
+        arguments = settings(folder / "run", reward, "trainer.total_training_steps=2", *guard, *given)
+        local_trainer(local_config(arguments)).fit()
+        runs[source] = metrics(folder / "run")
+        passes = (folder / "run/metrics.jsonl").read_text().count("timing_s/old_log_prob")
+        assert passes == (2 if source == "recompute" else 0)
+    return runs
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_source_trains_alike(found, source):
+    """In float32 on a CPU the three are the same numbers up to rounding."""
+    for step in (1, 2):
+        line, default = found[source][step], found[None][step]
+        named = {name.removeprefix("actor/old_log_probs_from_") for name in line if "old_log_probs_from" in name}
+        assert named == {source}
+        assert line["actor/rollout_ratio_max_dev"] < 1e-6
+        for name in ("actor/loss", "actor/grad_norm", "critic/rewards/mean"):
+            assert line[name] == pytest.approx(default[name], rel=1e-3, abs=1e-6)
+
+
+def test_the_default_is_the_rollouts_own(found):
+    for step in (1, 2):
+        ours, rollout = found[None][step], found["rollout"][step]
+        assert ours == rollout

@@ -1,0 +1,378 @@
+"""Settings that no run can use are refused in one line, before a worker starts: out of range, or without effect."""
+
+import dataclasses
+import importlib.util
+import json
+import time
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from safetensors.torch import save_file
+from tiny_models import tiny_checkpoint
+
+from verl_omni.config import DiffusionModelConfig, schema
+from verl_omni.config.actor import OPTIMIZERS
+from verl_omni.config.knob import Range, check_effect, check_ranges, knob, walk
+from verl_omni.trainer.checks.preparation import prepare_config
+from verl_omni.trainer.checks.workers import empty_modules
+from verl_omni.trainer.failures import users_mistake
+
+schema.register()
+ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+
+
+def prepared(*overrides: str, architecture: str = "QwenImagePipeline"):
+    given = [
+        f"{MODEL}.path={tiny_checkpoint(architecture)}",
+        f"{ROLLOUT}.pipeline.height=32",
+        f"{ROLLOUT}.pipeline.width=32",
+        f"{ROLLOUT}.pipeline.num_inference_steps=4",
+        "data.train_files=prompts.parquet",
+        *overrides,
+    ]
+    with initialize_config_module("verl_omni.trainer.config", version_base=None):
+        return prepare_config(compose("diffusion_trainer", given))
+
+
+def refused(*overrides: str, architecture: str = "QwenImagePipeline") -> str:
+    """The line that the user gets."""
+    with pytest.raises(Exception) as caught:  # noqa: B017  (users_mistake says whether it is one line)
+        prepared(*overrides, architecture=architecture)
+    line = users_mistake(caught.value)
+    assert line is not None, f"a traceback for a user's mistake: {caught.value!r}"
+    return line
+
+
+# ---- ranges --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (f"{ACTOR}.diffusion_loss.clip_ratio=-1", "above 0"),
+        (f"{ACTOR}.diffusion_loss.adv_clip_max=0", "above 0"),
+        (f"{ACTOR}.diffusion_loss.adv_clip_max=-5", "above 0"),
+        (f"{ACTOR}.kl_loss_coef=-0.1", "0 or more"),
+        (f"{ACTOR}.optim.clip_grad=-1", "0 or more"),
+        (f"{ACTOR}.optim.lr=-1", "above 0"),
+        (f"{ACTOR}.optim.lr=nan", "above 0"),
+        (f"{ACTOR}.optim.lr=inf", "above 0"),
+        (f"{ACTOR}.optim.betas=[0.9,1.0]", "0 or more, below 1"),
+        (f"{ACTOR}.optim.eps=-1e-8", "above 0"),
+        (f"{ACTOR}.optim.weight_decay=nan", "0 or more"),
+        (f"{ACTOR}.optim.lr_warmup_steps=-1", "0 or more"),
+        (f"{ACTOR}.fsdp_config.seed=-1", "0 or more, at most 4294967295"),
+        (f"{ACTOR}.fsdp_config.fsdp_size=0", "-1 or 1 or more"),
+        (f"{MODEL}.lora_rank=-4", "0 or more"),
+        (f"{MODEL}.lora_alpha=0", "1 or more"),
+        (f"{ROLLOUT}.algo.noise_level=-0.7", "0 or more"),
+        (f"{ROLLOUT}.seed=-1", "0 or more"),
+        (f"{ROLLOUT}.val_kwargs.n=0", "1 or more"),
+        (f"{ROLLOUT}.val_kwargs.noise_level=-1", "0 or more"),
+        (f"{ROLLOUT}.val_kwargs.pipeline.max_sequence_length=0", "1 or more"),
+        ("data.val_batch_size=0", "1 or more"),
+        ("data.seed=-1", "0 or more"),
+        ("reward.batch_size=0", "1 or more"),
+        ("trainer.seed=-1", "0 or more"),
+        ("trainer.total_epochs=0", "1 or more"),
+        ("trainer.log_val_images=-2", "-1 or more"),
+        ("trainer.save_freq=-2", "-1 or more"),
+        ("trainer.test_freq=-2", "-1 or more"),
+        ("trainer.profile_step=0", "1 or more"),
+    ],
+)  # fmt: skip
+def test_a_number_outside_its_range(override, expected):
+    key = override.split("=")[0]
+    line = refused(override)
+    assert line.startswith(f"{key}=") and line.split(": expected ")[1].startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        (f"{MODEL}.load_format=dumy", "dummy"),
+        (f"{MODEL}.lora_init=gausian", "gaussian"),
+        (f"{ACTOR}.old_log_probs=rolout", "rollout"),
+        ("algorithm.adv_mode=continous", "continuous"),
+        ("algorithm.old_policy_decay_schedule=coppy", "copy"),
+        ("reward.reward_manager.source=registry", "register"),
+    ],
+)
+def test_a_name_outside_its_choices(override, meant):
+    assert f'unknown {override.split("=")[0]} "' in refused(override) and f'did you mean "{meant}"' in refused(override)
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "Muon", "Rprop", "SparseAdam", "Optimizer"])
+def test_an_optimizer_that_could_not_train_here(name):
+    assert f'{ACTOR}.optim.optimizer "{name}"' in refused(f"{ACTOR}.optim.optimizer={name}")
+
+
+def test_every_number_and_every_name_says_what_it_may_be():
+    """Without a range are only switches, paths, free text, names that can be registered, and open dicts."""
+    free = {
+        "data.train_files", "data.val_files", "recipe", "ray.address", "ray.timeline_json_file",
+        "trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir", "trainer.resume_from_path",
+        "reward.custom_reward_function.path", "reward.custom_reward_function.name", "reward.reward_manager.name",
+        "reward.reward_manager.module.path", "reward.reward_model.model_path",
+        f"{MODEL}.path", f"{MODEL}.architecture", f"{MODEL}.external_lib", f"{MODEL}.tokenizer_path",
+        f"{MODEL}.transformer_subfolder", f"{MODEL}.config_path", f"{MODEL}.lora_path", f"{MODEL}.target_modules",
+        f"{MODEL}.pipeline", f"{MODEL}.algo", f"{MODEL}.algorithm", f"{ACTOR}.diffusion_loss.loss_mode",
+        "algorithm.adv_estimator", f"{ROLLOUT}.algo.sde_type", f"{ROLLOUT}.val_kwargs.sde_type",
+        f"{ROLLOUT}.pipeline.negative_prompt", f"{ROLLOUT}.val_kwargs.pipeline.negative_prompt",
+        f"{ROLLOUT}.agent.default_agent_loop",
+        "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_rs",
+    }  # fmt: skip
+    types = {name: kind for name, kind in field_types(schema.DiffusionTrainerConfig)}
+    without = {k.name for k in walk(schema.DiffusionTrainerConfig) if not k.range.bounds() and k.range.choices is None}
+    switches = {name for name, kind in types.items() if "bool" in kind}
+    open_dicts = {name for name, kind in types.items() if "dict" in kind}
+    assert without - switches - open_dicts == free
+
+
+def field_types(cls: type, prefix: str = ""):
+    for field in dataclasses.fields(cls):
+        made = field.default_factory is not dataclasses.MISSING
+        default = field.default_factory() if made else field.default
+        if dataclasses.is_dataclass(default):
+            yield from field_types(type(default), f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", str(field.type)
+
+
+def test_weights_of_rewards_are_numbers():
+    weights = ["algorithm.adv_estimator=gdpo", "++algorithm.reward_weights={score: nan}"]
+    assert "algorithm.reward_weights.score=nan: expected a finite number" in refused(*weights)
+
+
+# ---- what would change nothing -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["algorithm.rollout_correction.bypass_mode=true"], f"this is {ACTOR}.old_log_probs=rollout; leave it false"),
+        (["algorithm.rollout_correction.rollout_is_threshold=3"], "there is nothing to correct; leave it 2.0"),
+        (["reward.reward_model.nnodes=1"], "no reward model is served"),
+        (["algorithm.adv_mode=binary"], "adv_mode=binary has no effect with algorithm.trainer_type=policy_gradient"),
+        (["algorithm.old_policy_decay=0.5"], "leave it out, or set algorithm.trainer_type=direct_preference"),
+        ([f"{MODEL}.algorithm=awm", f"{ROLLOUT}.algo.sde_window_size=2"], "sde_window_size=2 has no effect with"),
+        ([f"{ACTOR}.kl_loss_coef=0.1"], f"kl_loss_coef=0.1 has no effect with {ACTOR}.use_kl_loss=false"),
+        ([f"{MODEL}.target_modules=[to_q]"], f"or set {MODEL}.lora_rank too"),
+        (["trainer.resume_from_path=x/global_step_1"], "resume_from_path=x/global_step_1 has no effect"),
+        ([f"{MODEL}.algorithm=dpo", "algorithm.old_policy_decay=0.5"], 'algorithm "dpo" follows no old policy'),
+        ([f"{MODEL}.algorithm=awm", "algorithm.old_policy_update_interval=2"], "follows no old policy with these"),
+        ([f"{MODEL}.algorithm=dpo", "algorithm.adv_mode=binary"], 'loss "dpo" reads no advantages'),
+        ([f"{MODEL}.algo={{noise_level: 1}}"], f'Did you mean "{ROLLOUT}.algo.noise_level"?'),
+        (["++algorithm.reward_weights={score: 1}"], "which takes one reward: set algorithm.adv_estimator=gdpo"),
+        (["reward.reward_manager.module.path=mine.py"], "has no effect with reward.reward_manager.source=register"),
+    ],
+)
+def test_a_setting_without_effect(overrides, said):
+    assert said in refused(*overrides)
+
+
+def test_defaults_of_an_algorithm_are_no_settings_of_the_user():
+    """`awm` has an old policy of its own, which is no mistake; nor is the default itself, typed out."""
+    assert prepared(f"{MODEL}.algorithm=awm").algorithm.old_policy_decay_schedule == "linear_to_0_3"
+    assert prepared("algorithm.adv_mode=continuous", f"{ACTOR}.kl_loss_coef=0.04", f"{MODEL}.lora_alpha=64")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([f"{ROLLOUT}.algo.noise_level=0"], "sde_type=sde with noise_level=0.0 adds no noise"),
+        ([f"{ROLLOUT}.algo.sde_type=ode"], "sde_type to one of cps, dance_sde, sde"),
+        (
+            [f"{MODEL}.algorithm=grpo_guard", f"{ROLLOUT}.algo.sde_type=ode"],
+            "sde_type=ode with noise_level=0.7 adds no",
+        ),
+        ([f"{ROLLOUT}.algo.sde_type=cps", f"{ROLLOUT}.algo.noise_level=2"], "noise_level (sde_type=cps)=2.0: expected"),
+        ([f"{ROLLOUT}.val_kwargs.noise_level=2", f"{ROLLOUT}.val_kwargs.sde_type=cps"], "0 or more, at most 1"),
+        ([f"{ROLLOUT}.val_kwargs.noise_level=1", f"{ROLLOUT}.val_kwargs.sde_type=odee"], 'unknown sde_type "odee"'),
+        ([f"{ROLLOUT}.val_kwargs.sde_type=cps"], f"has no effect with {ROLLOUT}.val_kwargs.noise_level=0.0"),
+        ([f"{MODEL}.algorithm=dpo", f"{ROLLOUT}.val_kwargs.noise_level=1"], "has no effect with sde_type=ode"),
+    ],
+)
+def test_a_policy_gradient_needs_noise(overrides, said):
+    assert said in refused(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "setting", "said"),
+    [
+        ("diffusion_nft", "beta=0", "extra.beta=0: expected above 0"),
+        ("diffusion_nft", "kl_beta=-1", "extra.kl_beta=-1: expected 0 or more"),
+        ("dpo", "beta=much", "extra.beta=much: expected a number, such as 2000.0"),
+        ("awm", "weighting=hubber", 'did you mean "huber"'),
+        ("flow_dppo", "kl_mask_threshold=0", "expected above 0"),
+    ],
+)
+def test_a_setting_of_one_loss(algorithm, setting, said):
+    assert said in refused(f"{MODEL}.algorithm={algorithm}", f"+{ACTOR}.diffusion_loss.extra.{setting}")
+
+
+@pytest.mark.parametrize("algorithm", ["diffusion_nft", "flow_grpo"])
+def test_advantages_that_are_clamped_to_nothing(algorithm):
+    assert "adv_clip_max=0.0: expected above 0" in refused(
+        f"{MODEL}.algorithm={algorithm}", f"{ACTOR}.diffusion_loss.adv_clip_max=0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("architecture", "knob", "said"),
+    [
+        (
+            "QwenImagePipeline",
+            "guidance_scale=4",
+            "has no effect on QwenImagePipeline: it has true_cfg_scale; leave it",
+        ),
+        ("QwenImagePipeline", "num_frames=5", "num_frames=5 has no effect"),
+        ("StableDiffusion3Pipeline", "true_cfg_scale=4", "it has guidance_scale"),
+        ("Flux2Pipeline", "true_cfg_scale=4", "it has guidance_scale"),
+        ("WanPipeline", "guidance_scale_2=4", "it has guidance_scale, num_frames"),
+    ],
+)
+def test_a_pipeline_knob_that_the_architecture_does_not_have(architecture, knob, said):
+    assert said in refused(f"{ROLLOUT}.pipeline.{knob}", architecture=architecture)
+    assert said in refused(f"{ROLLOUT}.val_kwargs.pipeline.{knob}", architecture=architecture)
+
+
+@pytest.mark.parametrize("key", ["trainer.typo", "typo", f"{ROLLOUT}.algo.noise", f"{MODEL}.extras"])
+def test_a_key_that_nothing_reads(key):
+    """Hydra's `+` adds whatever it is told; recipes go through the same check."""
+    assert f'unknown config key "{key}"' in refused(f"+{key}=1")
+
+
+# ---- what only a worker would find ---------------------------------------------------------------------
+
+LORA = f"{MODEL}.lora_rank=4"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([f"{ACTOR}.fsdp_config.fsdp_size=3", "trainer.n_gpus_per_node=4"], "fsdp_size=3 does not divide the 4 ranks"),
+        ([f"{ACTOR}.fsdp_config.fold_lora=true"], "fold_lora=true does nothing without LoRA"),
+        ([f"{ACTOR}.fsdp_config.compile_ahead=true", "trainer.n_gpus_per_node=2"], "does nothing over the 2 ranks"),
+        ([LORA, f"{MODEL}.target_modules=[to_q,to_qq]"], 'target_modules "to_qq": did you mean "to_q"'),
+        ([LORA, f"{MODEL}.target_modules=nothing.*"], "target_modules=nothing.* matches no layer of QwenImageTransf"),
+        ([LORA, f"{MODEL}.lora_path=/no/such/lora"], 'lora_path="/no/such/lora" holds no LoRA: expected a folder'),
+        ([LORA, f"{MODEL}.lora_init=pissa"], "known: default, gaussian"),
+        ([f"{ACTOR}.optim.betas=[0.9]"], "betas=[0.9]: expected two numbers"),
+        ([f"{ACTOR}.optim.optimizer=SGD", f"{ACTOR}.optim.eps=1e-4"], "eps=0.0001 has no effect with"),
+        ([f"{ACTOR}.optim.optimizer=Adafactor", f"{ACTOR}.optim.fused=true"], "torch has no fused Adafactor"),
+        ([f"{ACTOR}.fsdp_config.attention_backend=_native_cudn"], 'did you mean "_native_cudnn"'),
+        ([f"+{ROLLOUT}.engine_kwargs.decode_batch=2"], 'did you mean "decode_batch_size"'),
+        ([f"+{ROLLOUT}.engine_kwargs.decode_batch_size=0"], "decode_batch_size=0: expected a whole number, 1 or more"),
+        ([f"+{ROLLOUT}.engine_kwargs.device=cpu"], "known: decode_batch_size, prompt_cache_size"),
+        (["trainer.logger=[]"], "trainer.logger=[] would leave no trace"),
+        (["trainer.default_local_dir={file}"], "is a file, not a folder"),
+        (["trainer.default_local_dir={file}/run"], "is a file, not a folder"),
+    ],
+)
+def test_what_only_a_worker_would_find(overrides, said, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert said in refused(*[override.format(file=tmp_path / "file") for override in overrides])
+
+
+@pytest.mark.parametrize(("tracker", "package"), [("wandb", "wandb"), ("vemlp_wandb", "volcengine_ml_platform")])
+def test_a_tracker_whose_package_is_missing(tracker, package, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == package else find(name, *a))
+    assert f"{tracker}, which is not installed here: pip install {package}" in refused(f"trainer.logger=[{tracker}]")
+
+
+def test_an_attention_kernel_whose_package_is_missing():
+    """diffusers itself says what to install; no machine has this one, which needs another kind of accelerator."""
+    line = refused(f"{ACTOR}.fsdp_config.attention_backend=_native_npu")
+    assert line.startswith(f"{ACTOR}.fsdp_config.attention_backend=_native_npu: ") and "torch_npu" in line
+
+
+def test_a_lora_file_of_another_rank(tmp_path):
+    name = "transformer.transformer_blocks.0.attn.to_q.lora_A.weight"
+    save_file({name: torch.zeros(8, 16)}, tmp_path / "pytorch_lora_weights.safetensors")
+    assert "has LoRA of rank [8]" in refused(LORA, f"{MODEL}.lora_path={tmp_path}")
+    (tmp_path / "pytorch_lora_weights.safetensors").write_text("no tensors")
+    assert "is no readable safetensors file" in refused(LORA, f"{MODEL}.lora_path={tmp_path}")
+
+
+def test_good_targets_kernels_and_arguments_pass():
+    assert prepared(LORA, f"{MODEL}.target_modules=[to_q,img_mlp.net.2]", f"{ACTOR}.fsdp_config.attention_backend=flex")
+    assert prepared(LORA, f"{MODEL}.target_modules='.*to_q'", f"+{ROLLOUT}.engine_kwargs.prompt_cache_size=8")
+    for name in OPTIMIZERS:
+        assert prepared(f"{ACTOR}.optim.optimizer={name}", f"{ACTOR}.optim.lr_scheduler_type=cosine")
+
+
+def test_twenty_billion_parameters_cost_seconds(tmp_path):
+    """The layers' names are known without their weights."""
+    config = {"_class_name": "QwenImageTransformer2DModel", "num_layers": 60}
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer/config.json").write_text(json.dumps(config))
+    (tmp_path / "model_index.json").write_text('{"_class_name": "QwenImagePipeline"}')
+    start = time.process_time()
+    (part,) = empty_modules(DiffusionModelConfig(path=str(tmp_path)))
+    assert sum(p.numel() for p in part.parameters()) > 20e9 and next(part.parameters()).is_meta
+    assert time.process_time() - start < 10
+
+
+# ---- the mechanism -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Inner:
+    rate: list[float] = knob([0.5], "each a share", above=0, most=1)
+    every: int = knob(-1, "steps", least=1, also=(-1,))
+    kind: str | None = knob(None, "which", choices=lambda: ["a", "b"])
+
+
+@dataclasses.dataclass
+class Outer:
+    inner: Inner = knob(Inner, "")
+    switch: bool = knob(False, "on or off")
+    strength: float = knob(1.0, "how much", needs="switch=true")
+    later: int = knob(0, "some day", waits="nothing reads it")
+
+
+@pytest.mark.parametrize(
+    ("inner", "said"),
+    [
+        ({"rate": [0.5, 0.0]}, "inner.rate=0.0: expected above 0, at most 1"),
+        ({"rate": [float("nan")]}, "inner.rate=nan: expected above 0, at most 1"),
+        ({"every": 0}, "inner.every=0: expected -1 or 1 or more"),
+        ({"kind": "c"}, 'unknown inner.kind "c": known: a, b'),
+    ],
+)
+def test_one_checker_reads_all_ranges(inner, said):
+    with pytest.raises(ValueError) as caught:
+        check_ranges(Outer(inner=Inner(**inner)))
+    assert str(caught.value) == said
+
+
+def test_what_is_within_its_range_passes():
+    check_ranges(Outer(inner=Inner(rate=[1.0, 0.1], every=7, kind="b")))
+    check_ranges(Outer())
+
+
+def test_effect_depends_on_other_knobs():
+    check_effect(Outer(switch=True, strength=2.0), Outer(switch=True, strength=2.0))
+    check_effect(Outer(strength=1.0), Outer())
+    with pytest.raises(
+        ValueError, match="strength=2.0 has no effect with switch=false: leave it out, or set switch=true"
+    ):
+        check_effect(Outer(strength=2.0), Outer(strength=2.0))
+    with pytest.raises(ValueError, match="later=1: nothing reads it; leave it 0"):
+        check_effect(Outer(later=1), Outer(later=1))
+
+
+def test_help_shows_range_and_condition():
+    shown = {k.name: k.text() for k in walk(Outer)}
+    assert shown == {
+        "inner.rate": "each a share [above 0, at most 1]",
+        "inner.every": "steps [-1 or 1 or more]",
+        "inner.kind": "which",
+        "switch": "on or off",
+        "strength": "how much [only with switch=true]",
+        "later": "some day [only 0 so far]",
+    }
+    assert Range(choices=("a", "b")).shown() == "one of a, b"

@@ -1,0 +1,72 @@
+"""Steps that teach nothing say so, and five in a row end the run: for both trainers, which share the loop."""
+
+import types
+
+import pytest
+import torch
+from verl.protocol import DataProto
+
+from verl_omni.config.schema import DiffusionTrainerConfig
+from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
+from verl_omni.trainer.diffusion.saving import Saving
+from verl_omni.utils.arrays import object_array
+from verl_omni.utils.errors import RunError
+
+EQUAL, DIFFERENT = [1.0, 1.0, 0.5, 0.5], [1.0, 0.0, 0.5, 0.5]
+
+
+class Loop(BaseRayDiffusionTrainer):
+    """The loop of training with steps that are given: (metrics of the update, rewards)."""
+
+    def __init__(self, steps: list[tuple[dict[str, float], list[float]]]):
+        self.config = DiffusionTrainerConfig()
+        self.steps, self.global_step, self.total_steps = steps, 0, len(steps)
+        self.train_loader, self.val_loader, self.online = range(len(steps)), None, True
+        self.saving = Saving(self.config.trainer)
+        self.actor_wg, self.saved, self.logged = types.SimpleNamespace(world_size=1), [], []
+
+    def training_step(self, rows, timing):
+        metrics, rewards = self.steps[rows]
+        batch = DataProto.from_dict(
+            {"sample_level_rewards": torch.tensor(rewards)}, {"uid": object_array(["a", "a", "b", "b"])}
+        )
+        return batch, dict(metrics)
+
+    def save_checkpoint(self, last: bool = False) -> None:
+        self.saved.append(self.global_step)
+
+    def train(self) -> None:
+        self._train(types.SimpleNamespace(log=lambda metrics, step: self.logged.append(step)))
+
+
+NONE, SOME, SKIPPED = {"actor/grad_norm": 0.0}, {"actor/grad_norm": 1e-30}, {"training/skipped_updates": 1.0}
+
+
+def test_five_steps_without_a_gradient_end_the_run(capsys):
+    loop = Loop([(SOME, DIFFERENT)] * 2 + [(NONE, DIFFERENT)] * 20)
+    with pytest.raises(RunError, match="0 for every weight from step 3 to 7.*noise_level and sde_type.*adv_clip_max"):
+        loop.train()
+    assert loop.global_step == 7 and loop.saved == [7] and set(loop.logged) == set(range(1, 8))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "the gradient is 0" in line]
+    assert len(lines) == 5 and lines[0].startswith("step 3: ") and "(5 in a row, 5 end the run)" in lines[-1]
+
+
+def test_a_gradient_in_between_begins_the_count_anew(capsys):
+    loop = Loop([(NONE, DIFFERENT)] * 4 + [(SOME, DIFFERENT)] + [(NONE, DIFFERENT)] * 4)
+    loop.train()
+    assert loop.saved == [9]
+    assert capsys.readouterr().out.count("the gradient is 0") == 8
+
+
+@pytest.mark.parametrize(
+    ("metrics", "rewards", "cause"),
+    [
+        (NONE, EQUAL, "the images of each prompt all have the same reward"),
+        (SKIPPED, EQUAL, "the images of each prompt all have the same reward"),
+        (SKIPPED, DIFFERENT, "there was no pair to learn from"),
+    ],
+)
+def test_the_cause_is_named_where_the_step_shows_it(metrics, rewards, cause, capsys):
+    with pytest.raises(RunError, match=cause):
+        Loop([(metrics, rewards)] * 6).train()
+    assert capsys.readouterr().out.count(cause) == 5

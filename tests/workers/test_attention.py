@@ -1,0 +1,108 @@
+"""The attention kernel that was asked for is the one that runs, whether or not a model asks diffusers for it."""
+
+import pickle
+
+import pytest
+import torch
+from engine_cases import model_config
+from tiny_models import tiny_checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from verl_omni.pipelines.flux.adapter import Flux
+from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.workers.engine.compile.attention import attention_choice, choose_attention
+from verl_omni.workers.engine.compile.blocks import compile_blocks, repeated_blocks
+from verl_omni.workers.engine.compile.compile_ahead import skeleton
+
+FUSED = "_scaled_dot_product_flash_attention_for_cpu"
+MODELS = ["StableDiffusion3Pipeline", "QwenImagePipeline"]
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def transformer(pipeline: str) -> torch.nn.Module:
+    config = model_config(tiny_checkpoint(pipeline))
+    return DiffusionModelBase.get_class(config).load_module(config, torch.float32)
+
+
+def attend(module: torch.nn.Module) -> set[str]:
+    """The operations of one block's attention."""
+    block = repeated_blocks(module)[0]
+    width = block.attn.to_q.in_features
+    with torch.no_grad(), Operations() as seen:
+        block.attn(hidden_states=torch.ones(1, 4, width), encoder_hidden_states=torch.ones(1, 3, width))
+    return seen.names
+
+
+@pytest.fixture(autouse=True)
+def diffusers_default():
+    """diffusers remembers the last choice for all models."""
+    yield
+    transformer(MODELS[0]).set_attention_backend("native")
+
+
+@pytest.mark.parametrize("pipeline", MODELS)
+def test_the_kernel_that_was_asked_for(pipeline):
+    module = transformer(pipeline)
+    assert FUSED in attend(module)
+    choose_attention(module, "_native_math")
+    assert FUSED not in attend(module)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "asked", "device", "chosen", "why"),
+    [
+        ("FluxPipeline", None, "cuda", "_native_flash", "what works for Flux on a GPU"),
+        ("FluxPipeline", None, "cpu", None, "diffusers' default"),
+        ("FluxPipeline", "_native_cudnn", "cuda", "_native_cudnn", "asked for by actor_rollout_ref.actor.fsdp_config"),
+        ("FluxPipeline", "native", "cuda", "native", "asked for"),
+        ("QwenImagePipeline", None, "cuda", None, "diffusers' default"),
+        ("QwenImagePipeline", "flash", "cpu", "flash", "asked for"),
+    ],
+)
+def test_what_is_chosen_and_why(pipeline, asked, device, chosen, why):
+    adapter = DiffusionModelBase.get_class(model_config(tiny_checkpoint(pipeline)))
+    backend, reason = attention_choice(asked, adapter, torch.device(device), torch.bfloat16)
+    assert backend == chosen and reason.startswith(why)
+
+
+def test_the_models_own_kernel_is_one_that_it_can_have():
+    module = transformer("FluxPipeline")
+    choose_attention(module, Flux.attention_backend)
+    backends = {m.processor._attention_backend for m in module.modules() if getattr(m, "processor", None)}
+    assert backends == {"_native_flash"}
+
+
+def test_in_a_graph_and_in_another_process():
+    """Both keep it: the graph has torch's plain products, and the copy for compiling ahead asks for the same."""
+    torch._dynamo.reset()
+    module = transformer(MODELS[0])
+    choose_attention(module, "_native_math")
+    copied = pickle.loads(pickle.dumps(skeleton(repeated_blocks(module)[0])))
+    assert copied.attn.processor.backend == "_native_math"
+    compile_blocks({"transformer": module}, backend="aot_eager")
+    block = repeated_blocks(module)[0]
+    width = block.attn.to_q.in_features
+    with torch.no_grad(), Operations() as seen:
+        block(torch.ones(1, 4, width), torch.ones(1, 3, width), torch.ones(1, width))
+    assert "bmm" in seen.names and FUSED not in seen.names
+
+
+def test_a_kernel_that_the_model_cannot_have():
+    with pytest.raises(ValueError, match="flex cannot be used with SD3Transformer2DModel.*native, _native_cudnn"):
+        choose_attention(transformer(MODELS[0]), "flex")
+
+
+def test_a_kernel_for_16_bits_is_not_chosen_for_float32():
+    from verl_omni.pipelines.flux import Flux
+
+    assert attention_choice(None, Flux, torch.device("cuda"), torch.float32)[0] is None
+    assert attention_choice(None, Flux, torch.device("cuda"), torch.bfloat16)[0] == "_native_flash"

@@ -1,0 +1,115 @@
+"""The update's graphs come from the cache: other processes compiled them while the rollout ran."""
+
+import shutil
+import subprocess
+
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel
+from tiny_models import tiny_sd3_transformer
+from torch._dynamo.utils import counters
+
+from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.pipelines.sampling import halves
+from verl_omni.workers.engine.compile import compile_ahead as ahead
+from verl_omni.workers.engine.compile.blocks import compile_blocks
+from verl_omni.workers.engine.compile.compile_ahead import CompileAhead, compile_ahead
+
+
+@pytest.fixture
+def module() -> SD3Transformer2DModel:
+    torch._dynamo.reset()
+    return tiny_sd3_transformer(num_layers=1)
+
+
+def run(module: torch.nn.Module, rows: int) -> None:
+    velocity = module(
+        hidden_states=torch.randn(rows, 4, 8, 8),
+        timestep=torch.linspace(300.0, 700.0, rows),
+        encoder_hidden_states=torch.randn(rows, 5, 16),
+        pooled_projections=torch.randn(rows, 16),
+        return_dict=False,
+    )[0]
+    if velocity.requires_grad:
+        velocity.square().sum().backward()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles for a CPU with g++")
+def test_the_update_finds_its_graphs(module, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    (kind,) = compile_ahead([module], lambda: 3, None)
+    compile_blocks({"transformer": module})
+    with torch.no_grad():
+        run(module, rows=2)
+    counters.clear()
+    run(module, rows=3)
+    assert kind.failure is None
+    assert counters["inductor"]["fxgraph_cache_hit"] == 2  # forward and backward
+    assert counters["inductor"]["fxgraph_cache_miss"] == 0
+
+
+def test_the_rollout_begins_with_the_half_that_is_trained():
+    """Its prompt has another length than the negative one, and the first call says which graphs the update needs."""
+    lengths = []
+
+    class Adapter(DiffusionModelBase):
+        @classmethod
+        def forward(cls, module, inputs):
+            lengths.append(inputs["text"].shape[1])
+            return inputs["text"].sum(1)
+
+    positive, negative = {"text": torch.ones(2, 7)}, {"text": torch.ones(2, 3)}
+    cond, uncond = halves(Adapter, torch.nn.Identity(), positive, negative, one_forward=True)
+    assert lengths == [7, 3]
+    assert (cond["velocity"][0], uncond["velocity"][0]) == (7, 3)
+
+
+def test_one_process_for_each_kind():
+    module = tiny_sd3_transformer(num_layers=5, dual_attention_layers=(0, 1))
+    kinds = compile_ahead([module], lambda: 3, None)
+    assert len(kinds) == 3
+    for kind in kinds:  # without work they end by themselves
+        kind.process.communicate(b"")
+        assert kind.process.returncode == 0
+
+
+@pytest.fixture
+def waiting(module, monkeypatch) -> CompileAhead:
+    """One whose process only waits for its work and then fails."""
+    popen = subprocess.Popen
+    fails = ["sh", "-c", "cat > /dev/null; echo no compiler >&2; exit 1"]
+    monkeypatch.setattr(ahead.subprocess, "Popen", lambda command, **options: popen(fails, **options))
+    return compile_ahead([module], lambda: 3, None)[0]
+
+
+def test_without_a_rollout_nothing_waits(module, waiting):
+    run(module, rows=3)
+    assert waiting.process.wait() == -9
+
+
+def test_failing_is_told_and_does_not_end_the_run(module, waiting):
+    with torch.no_grad():
+        run(module, rows=2)
+    with pytest.warns(UserWarning, match="no compiler"):
+        run(module, rows=3)
+    run(module, rows=3)
+
+
+def test_a_block_that_no_other_process_can_find_is_told_too(module, waiting):
+    waiting.skeleton = lambda: None
+    with torch.no_grad():
+        run(module, rows=2)
+    with pytest.warns(UserWarning, match="compile_ahead=false"):
+        run(module, rows=3)
+    assert waiting.process.wait() == -9
+
+
+def test_inputs_are_those_of_the_update(module, waiting):
+    call = {"hidden_states": torch.zeros(2, 16, 16), "encoder_hidden_states": torch.zeros(2, 5, 16),
+            "temb": torch.zeros(2, 16), "rope": (torch.zeros(16, 4),), "flag": None}  # fmt: skip
+    found = waiting._as_in_the_update(call, rows=2)
+    assert found["hidden_states"] == ahead.Input((3, 16, 16), torch.float32, True)
+    assert found["encoder_hidden_states"] == ahead.Input((3, 5, 16), torch.float32, True)
+    assert found["temb"] == ahead.Input((3, 16), torch.float32, False)
+    assert found["rope"] == (ahead.Input((16, 4), torch.float32, False),)
+    assert found["flag"] is None

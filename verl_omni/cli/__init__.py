@@ -1,0 +1,1 @@
+"""The verl-omni command: one file a subcommand."""

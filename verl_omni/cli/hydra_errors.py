@@ -1,0 +1,59 @@
+"""A mistake on the command line or in a recipe, in one line. Hydra itself prints several, or a traceback."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+RAISES = "HYDRA_FULL_ERROR"  # with this set to 1, Hydra raises what it would print
+TRACEBACKS = bool(os.environ.get(RAISES))  # the user has set it: all tracebacks are shown
+MISTAKES = (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError)
+
+
+@contextmanager
+def in_one_line(arguments: list[str]) -> Iterator[None]:
+    """Around Hydra's call of the run: what it finds wrong before that is said in one line."""
+    os.environ[RAISES] = "1"
+    try:
+        yield
+    except MISTAKES as error:
+        if TRACEBACKS:
+            raise
+        sys.exit(f"error: {one_line(error, arguments)}")
+    finally:
+        if not TRACEBACKS:
+            del os.environ[RAISES]
+
+
+def one_line(error: Exception, arguments: list[str]) -> str:
+    """What is wrong, in the words of Hydra, OmegaConf or YAML, with the setting or file that it is about."""
+    if isinstance(error, OverrideParseException):
+        return f'cannot read the argument "{error.override}": {_first(error)}. A setting is key=value, a list key=[a,b]'
+    if isinstance(error, MissingConfigException):
+        return f"{_first(error)}: a recipe is --config-dir DIR --config-name NAME, for DIR/NAME.yaml"
+    if isinstance(error, UnicodeDecodeError):
+        return f"the recipe {recipe(arguments)} is no text in UTF-8: {error}"
+    cause = error.__cause__
+    if isinstance(error, HydraException) and isinstance(cause, OmegaConfBaseException) and cause.msg:
+        known = recipe(arguments)
+        about = f" (a recipe begins with `defaults: [diffusion_trainer, _self_]`; does {known}?)" if known else ""
+        return f"{_first(error)}: {_first(cause)}{about if 'not in struct' in str(cause) else ''}"
+    return " ".join(str(error).split())
+
+
+def recipe(arguments: list[str]) -> str:
+    """The name that was given with --config-name, or nothing."""
+    given = iter(arguments)
+    for argument in given:
+        name, _, value = argument.partition("=")
+        if name in ("--config-name", "-cn"):
+            return value or next(given, "")
+    return ""
+
+
+def _first(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".:")

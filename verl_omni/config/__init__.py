@@ -1,0 +1,33 @@
+"""Every knob, as a field of a dataclass: the only place where it is written down."""
+
+from verl_omni.config.actor import (
+    CheckpointConfig,
+    DiffusionActorConfig,
+    DiffusionLossConfig,
+    DiffusionRefConfig,
+    FSDPConfig,
+    OptimizerConfig,
+)
+from verl_omni.config.model import DiffusionModelConfig
+from verl_omni.config.rollout import (
+    DiffusionPipelineConfig,
+    DiffusionRolloutAlgoConfig,
+    DiffusionRolloutConfig,
+    DiffusionValKwargs,
+    validation_pipeline,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "DiffusionActorConfig",
+    "DiffusionLossConfig",
+    "DiffusionModelConfig",
+    "DiffusionPipelineConfig",
+    "DiffusionRefConfig",
+    "DiffusionRolloutAlgoConfig",
+    "DiffusionRolloutConfig",
+    "DiffusionValKwargs",
+    "FSDPConfig",
+    "OptimizerConfig",
+    "validation_pipeline",
+]

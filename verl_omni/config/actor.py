@@ -1,0 +1,134 @@
+"""Knobs of the update: loss, optimizer, sharding and checkpoints of the trained transformer."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl_omni.config.knob import MOST_SEED, knob, names_in
+
+DTYPES = ("float32", "bfloat16", "float16")
+CONTENTS = ("model", "optimizer", "extra", "export")
+# torch.optim's, but for those that need a closure (LBFGS), sparse gradients (SparseAdam) or matrices only (Muon), or
+# have no weight decay (Rprop)
+OPTIMIZERS = (
+    "AdamW", "Adam", "Adafactor", "Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "SGD",
+)  # fmt: skip
+
+
+def attention_backends() -> list[str]:
+    from diffusers.models.attention_dispatch import AttentionBackendName
+
+    return [backend.value for backend in AttentionBackendName]
+
+
+@dataclass
+class DiffusionLossConfig:
+    """What is left null is the algorithm's own choice."""
+
+    loss_mode: str | None = knob("flow_grpo", "name of a registered loss or algorithm")
+    clip_ratio: float | None = knob(None, "PPO clip range epsilon: the ratio is kept within 1 -/+ epsilon", above=0)
+    clip_ratio_low: float | None = knob(None, "lower clip range; null: clip_ratio", least=0)
+    clip_ratio_high: float | None = knob(None, "upper clip range; null: clip_ratio", least=0)
+    adv_clip_max: float | None = knob(None, "advantages are clamped to -/+ this", above=0)
+    extra: dict[str, Any] = knob({}, "knobs of one algorithm only; its file says which")
+
+
+@dataclass
+class OptimizerConfig:
+    optimizer: str = knob("AdamW", "class in torch.optim", choices=OPTIMIZERS)
+    lr: float = knob(1e-4, "learning rate", above=0)
+    betas: list[float] = knob([0.9, 0.999], "betas of Adam and its relatives", least=0, below=1)
+    eps: float = knob(1e-8, "epsilon of Adam and its relatives", above=0)
+    weight_decay: float = knob(1e-4, "weight decay", least=0)
+    fused: bool | None = knob(None, "the optimizer's step in one kernel; null: on a GPU, where torch has one")
+    clip_grad: float = knob(1.0, "largest gradient norm; 0 turns clipping off", least=0)
+    lr_scheduler_type: str = knob(
+        "constant", "how the learning rate goes on after the warm-up", choices=("constant", "linear", "cosine")
+    )
+    lr_warmup_steps: int = knob(0, "optimizer steps of linear warm-up", least=0)
+    total_training_steps: int | None = knob(None, "optimizer steps of the schedule; null: those of the run", least=1)
+
+
+@dataclass
+class FSDPConfig:
+    """FSDP2: gloo on CPUs, NCCL on GPUs."""
+
+    fsdp_size: int = knob(-1, "ranks in one shard group; -1: all", least=1, also=(-1,))
+    reshard_after_forward: bool = knob(True, "free gathered weights after each block")
+    dtype: str | None = knob(
+        None, "dtype of forward and backward; null: bfloat16 on a GPU, float32 on a CPU", choices=DTYPES
+    )
+    model_dtype: str | None = knob(
+        None,
+        "dtype that weights are held in; null: float32, but `dtype` for the frozen weights under LoRA",
+        choices=DTYPES,
+    )
+    use_torch_compile: bool | None = knob(None, "compile the transformer blocks; null: on a GPU")
+    compile_ahead: bool | None = knob(
+        None, "compile the update in other processes while the first rollout runs; null: on a GPU, with one rank"
+    )
+    fold_lora: bool | None = knob(
+        None, "fold LoRA into a second copy of its weights for the rollout; null: on a GPU that has room for it"
+    )
+    fused_gelu: bool | None = knob(
+        None, "in compiled blocks without a gradient, the activation inside the matrix product; null: on a GPU"
+    )
+    attention_backend: str | None = knob(
+        None,
+        "diffusers attention backend, such as _native_cudnn; null: the model's own on a GPU, else diffusers'",
+        choices=attention_backends,
+    )
+    param_offload: bool = knob(False, "keep weights in CPU memory between stages")
+    optimizer_offload: bool = knob(False, "keep optimizer state in CPU memory between updates")
+    seed: int = knob(0, "seed of what the engine initialises (LoRA weights)", least=0, most=MOST_SEED)
+
+
+@dataclass
+class CheckpointConfig:
+    save_contents: list[str] = knob(
+        list(CONTENTS), "what a checkpoint holds; export: weights in diffusers' format", choices=CONTENTS
+    )
+    load_contents: list[str] = knob(["model", "optimizer", "extra"], "what resuming reads", choices=CONTENTS[:3])
+
+
+@dataclass
+class DiffusionActorConfig:
+    strategy: str = knob(
+        "fsdp2", "training engine", choices=names_in("verl_omni.workers.engine.registry", "strategies")
+    )
+    ppo_mini_batch_size: int = knob(4, "prompts (each with its n images) in one optimizer step", least=1)
+    ppo_micro_batch_size_per_gpu: int = knob(
+        16, "(sample, step) pairs in one forward and backward: a memory knob only", least=1
+    )
+    ppo_epochs: int = knob(1, "passes over one rollout", least=1)
+    shuffle: bool = knob(False, "shuffle prompts between mini-batches")
+    use_kl_loss: bool = knob(False, "add a KL term to the reference model")
+    kl_loss_coef: float = knob(0.04, "weight of the KL term", least=0, needs="actor_rollout_ref.actor.use_kl_loss=true")
+    old_log_probs: str | None = knob(
+        None,
+        "old log-probabilities of the rollout, of train (its own graph) or of a pass before the update (recompute); "
+        "null: of rollout or train, whichever is exact",
+        choices=names_in("verl_omni.workers.old_log_probs", "SOURCES"),
+        needs="algorithm.trainer_type=policy_gradient",
+    )
+    first_ratio_tolerance: float | None = knob(
+        1e-3,
+        "how far a ratio of training to rollout may be from 1 before the first update (where their kernels round "
+        "differently, as in bfloat16: 100 times that, on average); further is an error; null: not checked",
+        least=0,
+    )
+    reuse_uncond: bool = knob(True, "under CFG, the first optimizer step takes the rollout's own unconditional half")
+    ema_decay: float = knob(
+        0.0, "decay of a moving average of the trained weights, used for validation; 0: none", least=0, below=1
+    )
+    diffusion_loss: DiffusionLossConfig = knob(DiffusionLossConfig, "")
+    optim: OptimizerConfig = knob(OptimizerConfig, "")
+    fsdp_config: FSDPConfig = knob(FSDPConfig, "")
+    checkpoint: CheckpointConfig = knob(CheckpointConfig, "")
+
+
+@dataclass
+class DiffusionRefConfig:
+    log_prob_micro_batch_size_per_gpu: int | None = knob(
+        None, "pairs in one no-grad forward; null: the actor's", least=1
+    )
+    param_offload: bool = knob(False, "full fine-tuning: keep the reference copy in CPU memory when it is not used")

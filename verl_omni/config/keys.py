@@ -1,0 +1,49 @@
+"""Which keys a configuration has: those of the dataclasses, and any below the dicts that are open."""
+
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_omni.config import schema
+from verl_omni.utils.suggest import nearest
+
+# In these and below, keys are the business of one algorithm, reward or engine.
+OPEN = ("extra", "scorers", "reward_kwargs", "reward_weights", "engine_kwargs")
+
+
+def is_open(key: str) -> bool:
+    return any(f".{end}." in f"{key}." for end in OPEN)
+
+
+def known_keys() -> set[str]:
+    """Every key that may be overridden, groups included."""
+    return set(_keys(OmegaConf.structured(schema.DiffusionTrainerConfig)))
+
+
+def check_keys(keys: Any) -> None:
+    """Raise one line where a key is none, with the nearest that is one."""
+    known = known_keys()
+    for key in keys:
+        if key not in known and not is_open(key):
+            raise ValueError(f'unknown config key "{key}".{nearest(key, known)} `--help` lists all of them')
+
+
+def check_keys_of(config: DictConfig) -> None:
+    """A key that was added by force (`+a.b=1`) and that nothing reads is refused too."""
+    check_keys(_keys(config))
+
+
+def _keys(node: DictConfig, prefix: str = "") -> list[str]:
+    keys = []
+    for key in node:
+        keys.append(f"{prefix}{key}")
+        child = node._get_node(key)
+        if OmegaConf.is_dict(child) and not child._is_interpolation() and not child._is_none():
+            keys += _keys(child, f"{prefix}{key}.")
+    return keys
+
+
+def with_plus(argument: str) -> str:
+    """Hydra wants `++` before a key that no dataclass names; the user should not have to know which those are."""
+    key = argument.split("=")[0]
+    return f"++{argument}" if "=" in argument and key[:1].isalpha() and is_open(key) else argument

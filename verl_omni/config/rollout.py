@@ -1,0 +1,130 @@
+"""Knobs of the rollout: what is drawn, how the reverse process steps, and which engine does it."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from verl_omni.config.knob import MOST_SEED, knob, names_in
+
+POLICY_GRADIENT = "algorithm.trainer_type=policy_gradient"
+
+
+@dataclass
+class DiffusionPipelineConfig:
+    """What one call of the generator does; the names are diffusers' own."""
+
+    height: int = knob(512, "image height in pixels, a multiple of the model's vae_scale_factor * 2", least=1)
+    width: int = knob(512, "image width in pixels, likewise", least=1)
+    num_frames: int | None = knob(None, "frames of a video; null for image models", least=1)
+    num_inference_steps: int = knob(10, "denoising steps of a training rollout", least=1)
+    true_cfg_scale: float = knob(1.0, "true classifier-free guidance (Qwen-Image); 1 turns it off", least=1)
+    guidance_scale: float | None = knob(None, "guidance of pipelines that call it so; null: theirs", least=0)
+    guidance_scale_2: float | None = knob(
+        None, "Wan2.2: guidance of the low-noise transformer; null: guidance_scale", least=0
+    )
+    negative_prompt: str | None = knob(
+        None, "negative prompt where the data has no `negative_prompt` column; null: as the model's pipeline has it"
+    )
+    max_sequence_length: int | None = knob(
+        None, "longest prompt in tokens; a longer one is an error; null: the limit of the model's pipeline", least=1
+    )
+
+
+# Validation may change any of these; what is left null is as in training.
+ValPipelineConfig = dataclasses.make_dataclass(
+    "ValPipelineConfig",
+    [(f.name, f.type | None, knob(None, f"validation's {f.name}; null: as in training", **vars(f.metadata["range"])))
+     for f in dataclasses.fields(DiffusionPipelineConfig)],
+    namespace={"__module__": __name__},
+)  # fmt: skip
+
+
+@dataclass
+class DiffusionRolloutAlgoConfig:
+    """The stochastic reverse process. What is left null is the algorithm's own choice."""
+
+    sde_type: str | None = knob(None, "reverse step: sde, cps, dance_sde, or a registered name")
+    noise_level: float | None = knob(
+        None, "noise level a (eta of dance_sde); 0 is the ODE, which only direct preference can train", least=0
+    )
+    sde_window_size: int | None = knob(
+        None, "how many steps are stochastic and trained; null: all but the last", least=1, needs=POLICY_GRADIENT
+    )
+    sde_window_range: list[int] | None = knob(
+        None, "[lo, hi) within which a window lies; null: all but the last", least=0, needs=POLICY_GRADIENT
+    )
+    sde_window_schedule: str | None = knob(
+        None,
+        "where the window starts: random (drawn anew), progressive, decay, exp_decay (it moves over training)",
+        choices=names_in("verl_omni.pipelines.schedulers.windows", "SCHEDULES"),
+        needs=POLICY_GRADIENT,
+    )
+    sde_window_iters: int | None = knob(
+        None, "training steps between two moves of a moving window", least=1, needs=POLICY_GRADIENT
+    )
+    sde_window_stride: int | None = knob(
+        None, "denoising steps that a moving window moves by", least=1, needs=POLICY_GRADIENT
+    )
+    sde_window_per_group: bool | None = knob(
+        None, "a random window is drawn for each prompt, not for each step", needs=POLICY_GRADIENT
+    )
+    same_initial_noise: bool | None = knob(None, "all images of a prompt start from the same noise")
+
+
+@dataclass
+class DiffusionValKwargs:
+    """How validation samples: by default the ODE, one image a prompt, the same seeds every time."""
+
+    pipeline: ValPipelineConfig = knob(ValPipelineConfig, "")
+    n: int = knob(1, "images a prompt in validation", least=1)
+    noise_level: float = knob(0.0, "noise level in validation; 0 is the deterministic sampler", least=0)
+    sde_type: str | None = knob(
+        None,
+        "reverse step in validation; null: as in training",
+        needs="actor_rollout_ref.rollout.val_kwargs.noise_level",
+    )
+    seed: int = knob(42, "seed of the validation images", least=0, most=MOST_SEED)
+
+
+@dataclass
+class AgentConfig:
+    num_workers: int = knob(1, "processes that turn prompts into requests and wait for images and rewards", least=1)
+    default_agent_loop: str = knob("diffusion_single_turn_agent", "agent loop for rows without an `agent_name`")
+
+
+@dataclass
+class DiffusionRolloutConfig:
+    name: str = knob(
+        "diffusers", "rollout engine: diffusers (embedded, on the actor's own weights)", choices=("diffusers",)
+    )
+    n_gpus_per_node: int | None = knob(
+        None, "hybrid_engine=false: rollout servers on each node, a device each (on a CPU: processes); null: 1", least=1
+    )
+    nnodes: int | None = knob(None, "hybrid_engine=false: nodes with rollout servers; null: 1", least=1)
+    n: int = knob(16, "images a prompt: the group that is compared", least=1)
+    seed: int = knob(0, "seed of the training rollouts", least=0, most=MOST_SEED)
+    max_num_seqs: int = knob(32, "requests in one forward", least=1)
+    request_batch_max_wait_ms: float = knob(20.0, "how long a batch that is not full waits for more requests", least=0)
+    cfg_in_one_forward: bool = knob(
+        True, "under CFG, both halves of a step in one forward (of twice max_num_seqs rows), where their shapes agree"
+    )
+    compile_vae: bool | None = knob(
+        None, "compile the VAE's decoder; null: that of an image VAE, on a GPU, without vae_tiling"
+    )
+    vae_tiling: bool = knob(
+        False, "decode in tiles, whose seams are blended: less memory from 1024 pixels on, and with videos"
+    )
+    encoder_offload: bool | None = knob(
+        None, "text encoders in CPU memory: true: when idle; false: never; null: once a rollout had no new prompt"
+    )
+    pipeline: DiffusionPipelineConfig = knob(DiffusionPipelineConfig, "")
+    algo: DiffusionRolloutAlgoConfig = knob(DiffusionRolloutAlgoConfig, "")
+    val_kwargs: DiffusionValKwargs = knob(DiffusionValKwargs, "")
+    agent: AgentConfig = knob(AgentConfig, "")
+    engine_kwargs: dict[str, Any] = knob({}, "further arguments of the rollout engine")
+
+
+def validation_pipeline(rollout: DiffusionRolloutConfig) -> DiffusionPipelineConfig:
+    """The pipeline knobs of validation: training's, with those of `val_kwargs.pipeline` that are set."""
+    over = {k: v for k, v in dataclasses.asdict(rollout.val_kwargs.pipeline).items() if v is not None}
+    return dataclasses.replace(rollout.pipeline, **over)

@@ -1,0 +1,167 @@
+"""The whole configuration as one tree of dataclasses. The YAML files in trainer/config only choose among them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_omni.config import (
+    DiffusionActorConfig,
+    DiffusionModelConfig,
+    DiffusionRefConfig,
+    DiffusionRolloutConfig,
+)
+from verl_omni.config.algorithm import DiffusionAlgoConfig
+from verl_omni.config.knob import MOST_SEED, knob, names_in
+
+NO_REWARD_MODEL = (
+    "no reward model is served beside the training; call it in a function of your own "
+    "(reward.custom_reward_function.path)"
+)
+
+
+@dataclass
+class DataConfig:
+    train_files: Any = knob(None, "parquet or JSONL file(s) of training prompts")
+    val_files: Any = knob(None, "file(s) of validation prompts; null: no validation")
+    train_batch_size: int = knob(8, "prompts a training step", least=1)
+    val_batch_size: int | None = knob(None, "prompts at once in validation; null: all", least=1)
+    val_max_samples: int = knob(-1, "validate on the first so many prompts; -1: all", least=1, also=(-1,))
+    shuffle: bool = knob(True, "shuffle the training prompts every epoch")
+    seed: int = knob(0, "seed of the shuffling", least=0, most=MOST_SEED)
+
+
+def _model_config() -> DiffusionModelConfig:
+    """Training replays with the rollout's own settings: they are written once, there."""
+    return DiffusionModelConfig(
+        pipeline="${actor_rollout_ref.rollout.pipeline}", algo="${actor_rollout_ref.rollout.algo}"
+    )
+
+
+@dataclass
+class ActorRolloutRefConfig:
+    model: DiffusionModelConfig = field(default_factory=_model_config)
+    actor: DiffusionActorConfig = knob(DiffusionActorConfig, "")
+    rollout: DiffusionRolloutConfig = knob(DiffusionRolloutConfig, "")
+    ref: DiffusionRefConfig = knob(DiffusionRefConfig, "")
+    hybrid_engine: bool = knob(
+        True, "the rollout engine sits in the training workers; false: rollout servers with copies of the model"
+    )
+
+
+@dataclass
+class RewardFunctionConfig:
+    path: str | None = knob(None, "your Python file; null: the reward of the row's data_source")
+    name: str = knob(
+        "compute_score", "the function in it, sync or async, for one image or (argument `images`) for many"
+    )
+    reward_kwargs: dict[str, Any] = knob({}, "further arguments of the function")
+
+
+@dataclass
+class ModuleConfig:
+    path: str | None = knob(
+        None,
+        "Python file of your own reward manager; reward.reward_manager.name is its class",
+        needs="reward.reward_manager.source=importlib",
+    )
+
+
+@dataclass
+class RewardManagerConfig:
+    source: str = knob(
+        "register", "register (by name) or importlib (from module.path)", choices=("register", "importlib")
+    )
+    name: str = knob("image", "registered reward manager")
+    module: ModuleConfig = knob(ModuleConfig, "")
+
+
+@dataclass
+class RewardModelConfig:
+    enable: bool = knob(False, "serve a reward model beside the training", waits=NO_REWARD_MODEL)
+    enable_resource_pool: bool = knob(False, "on devices of its own", waits=NO_REWARD_MODEL)
+    n_gpus_per_node: int = knob(0, "devices of that pool on each node", least=0, waits=NO_REWARD_MODEL)
+    nnodes: int = knob(0, "nodes of that pool", least=0, waits=NO_REWARD_MODEL)
+    model_path: str | None = knob(None, "the reward model's folder", waits=NO_REWARD_MODEL)
+
+
+@dataclass
+class RewardConfig:
+    num_workers: int = knob(1, "processes that compute rewards", least=1)
+    batch_size: int = knob(8, "images in one call of a function that takes `images`", least=1)
+    timeout: float = knob(600.0, "seconds that one call of a reward may take; after that the run ends", above=0)
+    scorers: dict[str, dict[str, Any]] = knob(
+        {}, "settings of the rewards that data_source names, such as reward.scorers.ocr.num_threads=2"
+    )
+    custom_reward_function: RewardFunctionConfig = knob(RewardFunctionConfig, "")
+    reward_manager: RewardManagerConfig = knob(RewardManagerConfig, "")
+    reward_model: RewardModelConfig = knob(RewardModelConfig, "")
+
+
+@dataclass
+class TrainerConfig:
+    project_name: str = knob("verl-omni", "project in the trackers")
+    experiment_name: str = knob("default", "run in the trackers, and the folder's name")
+    default_local_dir: str = knob(
+        "outputs/${trainer.project_name}/${trainer.experiment_name}", "folder of the run: metrics, images, checkpoints"
+    )
+    logger: list[str] = knob(
+        ["console", "jsonl"],
+        "any of console, jsonl, tensorboard, wandb, ...",
+        choices=names_in("verl_omni.report.tracking", "known_backends"),
+    )
+    total_epochs: int = knob(1, "passes over the training prompts", least=1)
+    total_training_steps: int | None = knob(None, "training steps; null: total_epochs", least=1)
+    val_before_train: bool = knob(True, "validate before the first step")
+    val_only: bool = knob(False, "validate and stop")
+    test_freq: int = knob(-1, "steps between validations; -1: only at the end; 0: never", least=-1)
+    save_freq: int = knob(-1, "steps between checkpoints; -1: only at the end; 0: never", least=-1)
+    save_minutes: float = knob(
+        15.0, "minutes after which a step is saved too; the next checkpoint replaces it; 0: never", least=0
+    )
+    max_ckpt_to_keep: int | None = knob(None, "older checkpoints are deleted; null: keep all", least=1)
+    resume_mode: str = knob(
+        "auto",
+        "auto (go on from the folder's latest checkpoint), auto_previous (where that is damaged, from the one before), "
+        "disable (start from nothing; what is in the folder moves to earlier_N), or resume_path",
+        choices=("auto", "auto_previous", "disable", "resume_path"),
+    )
+    resume_from_path: str | None = knob(
+        None, "checkpoint folder for resume_mode=resume_path", needs="trainer.resume_mode=resume_path"
+    )
+    resume_changes: str = knob(
+        "refuse",
+        "refuse or allow to go on from a checkpoint of a run with another algorithm, model, data, reward, ...",
+        choices=("refuse", "allow"),
+    )
+    log_val_images: int = knob(64, "validation images written to disk each time; -1: all", least=-1)
+    nnodes: int = knob(1, "machines", least=1)
+    n_gpus_per_node: int = knob(1, "devices on each (on a CPU: worker processes)", least=1)
+    device: str | None = knob(None, "cpu or cuda; null: a GPU if there is one", choices=("cpu", "cuda"))
+    seed: int = knob(0, "seed of what the trainer draws", least=0, most=MOST_SEED)
+    profile_step: int | None = knob(
+        None, "write a torch profile of this step (1 is the first) to the run's folder", least=1
+    )
+
+
+@dataclass
+class RayConfig:
+    num_cpus: int | None = knob(None, "CPUs that Ray may count on; null: all", least=1)
+    address: str | None = knob(None, "a running Ray cluster; null: start one here")
+    timeline_json_file: str | None = knob(None, "write Ray's timeline here")
+
+
+@dataclass
+class DiffusionTrainerConfig:
+    data: DataConfig = knob(DataConfig, "")
+    actor_rollout_ref: ActorRolloutRefConfig = knob(ActorRolloutRefConfig, "")
+    algorithm: DiffusionAlgoConfig = knob(DiffusionAlgoConfig, "")
+    reward: RewardConfig = knob(RewardConfig, "")
+    trainer: TrainerConfig = knob(TrainerConfig, "")
+    ray: RayConfig = knob(RayConfig, "")
+    recipe: str | None = knob(None, "free text: what this run is")
+
+
+def register() -> None:
+    """Make the schema known to Hydra, under the name that diffusion_trainer.yaml starts from."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="diffusion_trainer_schema", node=DiffusionTrainerConfig)

@@ -1,0 +1,236 @@
+"""Prompts from parquet or JSONL files in verl's layout, checked as a whole before anything else starts.
+
+Columns: ``data_source`` (which default reward), ``prompt`` (text, or messages with one user turn), ``reward_model``
+(``{"style", "ground_truth"}``); optional ``negative_prompt``, ``images``, ``agent_name``, ``extra_info``. All other
+columns are handed on in ``extra_info``, under their names: there they reach the reward, and none can pass for a field
+of the run's own such as ``seed``. A key that ``extra_info`` has itself stays as it is.
+A prompt is the user's text alone: the model's own template is added by its adapter.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch.utils.data import Dataset
+
+from verl_omni.data.open_images import check_images
+from verl_omni.utils.suggest import nearest
+
+FIELDS = ("data_source", "reward_model", "negative_prompt", "images", "agent_name", "extra_info")
+MESSAGES = '[{"role": "user", "content": "..."}]'
+
+
+class PromptDataset(Dataset):
+    """All prompts of one or several files, in file order.
+
+    ``config`` may name the prompt column (``prompt_key``). ``max_samples`` keeps the first so many prompts, -1 all.
+    ``key`` is the setting that the files came from, so that an error can name it.
+    """
+
+    def __init__(
+        self,
+        data_files: str | Path | Sequence[str | Path],
+        config: Mapping[str, Any] | None = None,
+        max_samples: int | None = -1,
+        key: str = "data.train_files",
+    ):
+        self.prompt_key = (config or {}).get("prompt_key", "prompt")
+        required = ("data_source", self.prompt_key, "reward_model")
+        files = [_read(path, key) for path in _paths(data_files, key)]
+        for file in files:
+            file.require(required)
+            for where, row in file.scan((*required, "negative_prompt", "extra_info", "agent_name")):
+                _check(row, self.prompt_key, where)
+
+        self.columns = list(dict.fromkeys(column for file in files for column in file.columns))
+        self._files, self._rows = files, torch.utils.data.ConcatDataset(files)
+        total = len(self._rows)
+        if max_samples is not None and max_samples != -1 and max_samples < 1:
+            raise ValueError(f"the number of prompts to keep of {key} is {max_samples}: give 1 or more, or -1 for all")
+        self._length = total if max_samples in (None, -1) else min(max_samples, total)
+
+    def check_images(self) -> None:
+        """Every image of the column `images` is there and is one, or one line names the row."""
+        for file in self._files:
+            for where, row in file.scan(("images",), at_once=16) if "images" in file.columns else ():
+                _check_images(row["images"], where)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < self._length:
+            raise IndexError(f"prompt {index} of {self._length}")
+        row = self._rows[index]
+        prompt = row.pop(self.prompt_key)
+        others = {column: row.get(column) for column in self.columns if column not in (*FIELDS, self.prompt_key)}
+        return {
+            **{column: row.get(column) for column in self.columns if column in FIELDS},
+            "prompt": user_text(prompt),
+            "raw_prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
+            "negative_prompt": user_text(row.get("negative_prompt") or ""),
+            "extra_info": others | (row.get("extra_info") or {}),
+            "index": index,
+            "dummy_tensor": torch.zeros(1, dtype=torch.uint8),  # verl's DataProto takes its length from a tensor
+        }
+
+
+def user_text(prompt: str | list[dict]) -> str:
+    """The text of a plain prompt, or of the one user turn of a list of messages."""
+    if isinstance(prompt, str):
+        return _valid(prompt)
+    if not isinstance(prompt, list) or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt):
+        shown = json.dumps(prompt, ensure_ascii=False, default=str)
+        raise ValueError(f"a prompt is a text or a list of messages {MESSAGES}, not {shown[:80]}")
+    turns = [m["content"] for m in prompt if m["role"] == "user"]
+    if len(turns) != 1:
+        roles = ", ".join(str(m["role"]) for m in prompt) or "none"
+        raise ValueError(f"messages need one user turn {MESSAGES}; the roles here are: {roles}")
+    parts = [{"text": turns[0]}] if isinstance(turns[0], str) else turns[0]
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        raise ValueError(f"the content of a message is a text or a list of parts, not {turns[0]!r}")
+    return _valid("".join(part.get("text") or "" for part in parts))
+
+
+def _valid(text: str) -> str:
+    """The text itself. JSON can write half a surrogate pair, which is no letter: no tokenizer or file takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half, where = text[error.start].encode("unicode_escape").decode(), f"letter {error.start + 1}"
+        raise ValueError(f"{where} is {half}, half of a surrogate pair and no valid text") from None
+    return text
+
+
+def _check(row: dict, prompt_key: str, where: str) -> None:
+    if not isinstance(row["data_source"], str) or not row["data_source"]:
+        raise ValueError(f'{where}: data_source is missing; it names the reward, as in "ocr"')
+    if row[prompt_key] is None:
+        raise ValueError(f"{where}: {prompt_key} is missing")
+    for column in (prompt_key, "negative_prompt"):
+        try:
+            text = user_text(row[column] if row[column] is not None else "")
+        except ValueError as error:
+            raise ValueError(f"{where}: {column}: {error}") from None
+        if column == prompt_key and not text.strip():
+            raise ValueError(f"{where}: {prompt_key} is empty")
+    reward = row["reward_model"]
+    if not isinstance(reward, dict) or reward.get("ground_truth") is None:
+        raise ValueError(
+            f'{where}: reward_model has no ground_truth; expected {{"style": "rule", "ground_truth": "the answer"}}, '
+            'with "" where the reward needs none'
+        )
+    if not isinstance(row["extra_info"], dict | None):
+        raise ValueError(f'{where}: extra_info is {row["extra_info"]!r:.60}; expected an object, as in {{"index": 3}}')
+    if not isinstance(row["agent_name"], str | None):
+        raise ValueError(f"{where}: agent_name is {row['agent_name']!r:.60}; expected the name of an agent loop")
+    for name, value in (("data_source", row["data_source"]), ("ground_truth", reward["ground_truth"])):
+        if isinstance(value, str):
+            try:
+                _valid(value)
+            except ValueError as error:
+                raise ValueError(f"{where}: {name}: {error}") from None
+
+
+def _check_images(column: Any, where: str) -> None:
+    if not isinstance(column, str | bytes | dict | list | None):
+        raise ValueError(f"{where}: images is {column!r:.60}; expected a list of paths or of encoded images")
+    try:
+        check_images(column)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+class _File:
+    """The rows of one file: decoded one by one on access, so that embedded images do not fill the memory as objects."""
+
+    def __init__(self, path: Path, columns: list[str]):
+        self.path, self.columns = path, columns
+
+    def require(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self.columns:
+                raise ValueError(
+                    f'{self.path} has no column "{name}".{nearest(name, self.columns)}'
+                    f" Columns there: {', '.join(self.columns)}. Needed: {', '.join(names)}"
+                    ' (reward_model holds the ground truth, as in {"style": "rule", "ground_truth": "407"})'
+                )
+
+
+class _Parquet(_File):
+    def __init__(self, path: Path):
+        try:
+            self.table = pq.read_table(path)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
+            raise ValueError(f"{path} is not a readable parquet file: {str(error).splitlines()[0]}") from error
+        super().__init__(path, self.table.column_names)
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+    def __getitem__(self, index: int) -> dict:
+        return self.table.slice(index, 1).to_pylist()[0]
+
+    def scan(self, names: Iterable[str], at_once: int = 1024) -> Iterator[tuple[str, dict]]:
+        part = self.table.select([name for name in names if name in self.columns])
+        rows = (row for batch in part.to_batches(max_chunksize=at_once) for row in batch.to_pylist())
+        for number, row in enumerate(rows, start=1):
+            yield f"{self.path}, row {number}", {name: row.get(name) for name in names}
+
+
+class _JsonLines(_File):
+    def __init__(self, path: Path):
+        self.rows: list[tuple[int, dict]] = []
+        try:
+            lines = path.read_text(encoding="utf-8").split("\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not a text file in UTF-8: {error}") from error
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number}: expected one JSON object a line, as in {{\"prompt\": ...}}")
+            self.rows.append((number, row))
+        super().__init__(path, list(dict.fromkeys(name for _, row in self.rows for name in row)))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict:
+        return dict(self.rows[index][1])
+
+    def scan(self, names: Iterable[str], at_once: int = 1024) -> Iterator[tuple[str, dict]]:
+        for number, row in self.rows:
+            yield f"{self.path}, line {number}", {name: row.get(name) for name in names}
+
+
+_READERS = {".parquet": _Parquet, ".jsonl": _JsonLines}
+
+
+def _paths(data_files: Any, key: str) -> list[Path]:
+    if isinstance(data_files, str | Path):
+        data_files = [data_files]
+    if not data_files:
+        raise ValueError(f"no prompts given: set {key}=<file.parquet or file.jsonl>")
+    return [Path(path).expanduser() for path in data_files]
+
+
+def _read(path: Path, key: str) -> _File:
+    if not path.exists():
+        raise FileNotFoundError(f"no such file: {path}. Set {key}=<file.parquet or file.jsonl> to one that is there")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: set {key} to the .parquet or .jsonl files in it")
+    if path.suffix not in _READERS:
+        raise ValueError(f'{path}: files of type "{path.suffix}" are not read; {key} takes {" and ".join(_READERS)}')
+    file = _READERS[path.suffix](path) if path.stat().st_size else None
+    if not file or not len(file):
+        raise ValueError(f"{path} is empty: {key} needs at least one prompt")
+    return file

@@ -1,0 +1,1 @@
+"""FLOPs, profiles, memory."""

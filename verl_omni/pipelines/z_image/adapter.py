@@ -1,0 +1,108 @@
+"""Z-Image: lists of samples instead of batches, time that runs from 0 (noise) to 1, and the negated velocity.
+
+Upstream counts guidance from 0: `guidance_scale` g means cond + g (cond - uncond), which is a CFG scale of 1 + g.
+"""
+
+from typing import Any
+
+import torch
+
+from verl_omni.config import DiffusionModelConfig
+from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
+from verl_omni.pipelines.utils import check_length, decode_image, encode_image, flow_shift
+
+
+@DiffusionModelBase.register("ZImagePipeline", algorithm="flow_grpo")
+class ZImage(DiffusionModelBase):
+    lora_target_modules = [
+        "attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0",
+        "feed_forward.w1", "feed_forward.w2", "feed_forward.w3",
+    ]  # fmt: skip
+
+    @classmethod
+    def pipeline_knobs(cls, model_config: DiffusionModelConfig) -> set[str]:
+        return {"guidance_scale"}
+
+    @classmethod
+    def cfg_scale(cls, model_config: DiffusionModelConfig) -> float:
+        scale = model_config.pipeline.guidance_scale
+        return 1.0 + (5.0 if scale is None else scale)
+
+    @classmethod
+    def num_steps(cls, model_config: DiffusionModelConfig) -> int:
+        return model_config.pipeline.num_inference_steps - 1
+
+    @classmethod
+    def set_timesteps(cls, scheduler, model_config: DiffusionModelConfig, device: torch.device | str) -> None:
+        """Upstream reaches σ = 0 one step early. Its last step, from 0 to 0, changes nothing and is left out here."""
+        rows, columns = cls.grid(model_config)
+        scheduler.sigma_min = 0.0
+        mu = flow_shift(rows * columns, scheduler.config)
+        scheduler.set_timesteps(model_config.pipeline.num_inference_steps, mu=mu, device=device)
+        scheduler.timesteps, scheduler.sigmas = scheduler.timesteps[:-1], scheduler.sigmas[:-1]
+
+    @classmethod
+    def prepare_model_inputs(
+        cls,
+        module: torch.nn.Module,
+        model_config: DiffusionModelConfig,
+        latents: torch.Tensor,
+        timesteps: torch.Tensor,
+        prompt_embeds: torch.Tensor,
+        prompt_embeds_mask: torch.Tensor | None,
+        negative_prompt_embeds: torch.Tensor | None,
+        negative_prompt_embeds_mask: torch.Tensor | None,
+        micro_batch: Any,
+        step: int,
+    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        shared = {"x": list(latents[:, step].unsqueeze(2)), "t": (1000 - timesteps[:, step]) / 1000}
+
+        def with_text(embeds: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
+            return shared | {"cap_feats": [row[real] for row, real in zip(embeds, mask.bool(), strict=True)]}
+
+        positive = with_text(prompt_embeds, prompt_embeds_mask)
+        if cls.cfg_scale(model_config) <= 1:
+            return positive, None
+        return positive, with_text(negative_prompt_embeds, negative_prompt_embeds_mask)
+
+    @classmethod
+    def forward(cls, module: torch.nn.Module, model_inputs: dict[str, Any]) -> torch.Tensor:
+        return -torch.stack(module(**model_inputs, return_dict=False)[0]).squeeze(2)
+
+    @classmethod
+    def tokenize(
+        cls, tokenizers: dict[str, Any], prompt: str, max_sequence_length: int, images: list[Any] | None = None
+    ) -> list[int]:
+        tokenizer = tokenizers["tokenizer"]
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True, enable_thinking=True
+        )
+        ids = tokenizer(text).input_ids
+        check_length(prompt, len(ids), max_sequence_length)
+        return ids
+
+    @classmethod
+    def encode_prompt(
+        cls, pipe, prompt_ids: list[int], model_config: DiffusionModelConfig, images: list[Any] | None = None
+    ) -> Conditions:
+        ids = torch.tensor([prompt_ids], device=pipe.text_encoder.device)
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        hidden = pipe.text_encoder(input_ids=ids, attention_mask=mask, output_hidden_states=True).hidden_states
+        return {"prompt_embeds": hidden[-2], "prompt_embeds_mask": mask}
+
+    @classmethod
+    def prepare_latents(
+        cls, pipe, module: torch.nn.Module, model_config: DiffusionModelConfig, generators: list[torch.Generator]
+    ) -> torch.Tensor:
+        size, device = model_config.pipeline, generators[0].device
+        return pipe.prepare_latents(
+            len(generators), module.config.in_channels, size.height, size.width, torch.float32, device, generators
+        )
+
+    @classmethod
+    def decode_latents(cls, pipe, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
+        return decode_image(pipe, latents)
+
+    @classmethod
+    def encode_image(cls, pipe, images: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
+        return encode_image(pipe, images)

@@ -1,0 +1,64 @@
+"""Tables of the README and of docs/architecture.md, generated from what there is.
+
+    python -m verl_omni.report.document_tables README.md docs/architecture.md     # writes them in
+"""
+
+import importlib
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import verl_omni
+
+
+def models_table() -> str:
+    """One row a built-in architecture, with the first words of its adapter's description."""
+    from verl_omni.pipelines.model_base import _BUILTIN, DiffusionModelBase
+
+    rows = ["| pipeline class | model | adapter |", "|---|---|---|"]
+    for architecture, package in sorted(_BUILTIN.items()):
+        importlib.import_module(package)
+        adapter = DiffusionModelBase.registry.find(architecture, "flow_grpo")
+        module = inspect.getmodule(adapter)
+        model = re.split(r"[:\n]", module.__doc__)[0].strip()
+        path = module.__name__.replace(".", "/") + ".py"
+        rows.append(f"| `{architecture}` | {model} | [{package.split('.')[-1]}]({path}) |")
+    return "\n".join(rows)
+
+
+def room_lines() -> dict[str, int]:
+    """Lines of Python in each room. Addresses that only hand names on are no room."""
+    package = Path(verl_omni.__file__).parent
+    rooms = [folder for folder in package.iterdir() if (folder / "__init__.py").exists()]
+    lines = {room.name: sum(len(f.read_text().splitlines()) for f in room.rglob("*.py")) for room in rooms}
+    return {room: count for room, count in sorted(lines.items(), key=lambda item: -item[1]) if room != "reward_loop"}
+
+
+def rooms_table() -> str:
+    """One row a room: its own description, and its lines to the nearest hundred."""
+    rows = ["| room | what is in it | lines, about |", "|---|---|---|"]
+    for room, lines in room_lines().items():
+        about = importlib.import_module(f"verl_omni.{room}").__doc__.strip().splitlines()[0]
+        rows.append(f"| `{room}/` | {about} | {max(100, round(lines, -2)):,} |")
+    return "\n".join(rows)
+
+
+TABLES = {"MODELS": models_table, "ROOMS": rooms_table}
+
+
+def fill(text: str, name: str, table: str) -> str:
+    """The text with ``table`` between its marks ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
+    pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+    if not pattern.search(text):
+        raise ValueError(f"the text has no <!-- {name} --> ... <!-- /{name} --> to fill")
+    return pattern.sub(lambda m: m[1] + table + "\n" + m[2], text)
+
+
+if __name__ == "__main__":
+    for document in map(Path, sys.argv[1:]):
+        text = document.read_text()
+        for name, table in TABLES.items():
+            if f"<!-- {name} -->" in text:
+                text = fill(text, name, table())
+        document.write_text(text)

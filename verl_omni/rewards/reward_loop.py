@@ -1,0 +1,65 @@
+"""verl's reward loop for images: workers that score finished images while others are still being made."""
+
+from typing import Any
+
+import ray
+from omegaconf import DictConfig, OmegaConf
+from verl.experimental.reward_loop.reward_loop import RewardLoopManager as VerlRewardLoopManager
+from verl.experimental.reward_loop.reward_loop import RewardLoopWorker as VerlRewardLoopWorker
+from verl.protocol import DataProto
+from verl.trainer.ppo.reward import resolve_reward_manager_cls
+
+import verl_omni.rewards.image_manager  # noqa: F401  (registers "image")
+import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
+from verl_omni.rewards.reward_function import RewardFunction
+from verl_omni.utils.arrays import object_array
+from verl_omni.utils.external_lib import import_external_lib
+
+
+def load_custom_reward_function(reward_config: DictConfig) -> RewardFunction | None:
+    """The user's function, or None where the rewards of the data sources are to be used."""
+    custom = reward_config.custom_reward_function
+    if not custom.path:
+        return None
+    return RewardFunction.load(custom.path, custom.name, OmegaConf.to_object(custom.reward_kwargs))
+
+
+class RewardLoopWorker(VerlRewardLoopWorker):
+    def _init_reward_fn(self) -> None:
+        import_external_lib(self.config.actor_rollout_ref.model.external_lib)
+        manager = resolve_reward_manager_cls(self.config)
+        self.reward_model_tokenizer: Any = None
+        self.reward_manager = manager(
+            config=self.config,
+            tokenizer=None,
+            compute_score=load_custom_reward_function(self.config.reward),
+            reward_router_address=self.reward_router_address,
+            reward_model_tokenizer=self.reward_model_tokenizer,
+        )
+
+    async def compute_score(self, data: DataProto) -> dict[str, Any]:
+        return await self.reward_manager.run_single(data)
+
+    async def is_awake(self) -> bool:
+        """Answered as long as a reward function lets this process do anything else."""
+        return True
+
+
+class RewardLoopManager(VerlRewardLoopManager):
+    """Starts the reward workers. `compute_rm_score` scores a whole batch, for rewards that cannot overlap a rollout."""
+
+    def _init_reward_loop_workers(self) -> None:
+        self.reward_loop_workers_class = ray.remote(RewardLoopWorker)
+        super()._init_reward_loop_workers()
+
+    def compute_rm_score(self, data: DataProto) -> DataProto:
+        """verl's scores, with what else a reward tells in one column, `reward_extra_info`, as in a rollout."""
+        result = super().compute_rm_score(data)
+        told = {key: result.non_tensor_batch.pop(key) for key in result.meta_info.pop("reward_extra_keys")}
+        rows = [{key: values[i] for key, values in told.items()} for i in range(len(result))]
+        result.non_tensor_batch["reward_extra_info"] = object_array(rows)
+        return result
+
+    def shutdown(self) -> None:
+        for worker in self.reward_loop_workers:
+            ray.kill(worker)

@@ -1,0 +1,81 @@
+"""What direct-preference training cannot do, found before a worker starts."""
+
+import torch
+
+from verl_omni.algorithms.forward_process import draw_sigmas, follows_old_policy
+from verl_omni.algorithms.registry import get_algorithm, get_diffusion_loss_fn
+from verl_omni.config.algorithm import DiffusionAlgoConfig
+from verl_omni.config.schema import DiffusionTrainerConfig
+
+# What each trainer's engine gives a loss to work with.
+MODEL_OUTPUTS = {"policy_gradient": {"log_probs", "prev_sample_mean", "std_dev_t"}, "direct_preference": {"velocity"}}
+
+
+def check_trainer_fits(settings: DiffusionTrainerConfig) -> None:
+    """The loss gets from the trainer what it needs, and samples come from where the trainer can take them."""
+    trainer = settings.algorithm.trainer_type
+    loss = settings.actor_rollout_ref.actor.diffusion_loss.loss_mode
+    missing = set(get_diffusion_loss_fn(loss).required_model_output_keys) - MODEL_OUTPUTS[trainer]
+    if missing:
+        other = "direct_preference" if trainer == "policy_gradient" else "policy_gradient"
+        raise ValueError(
+            f'algorithm.trainer_type={trainer} gives no {", ".join(sorted(missing))}, which loss "{loss}" needs: use '
+            f"algorithm.trainer_type={other}, or leave it out"
+        )
+    if trainer == "direct_preference":
+        check_preference(settings)
+    elif settings.algorithm.sample_source == "offline":
+        raise ValueError(
+            f'algorithm.sample_source=offline: loss "{loss}" trains on its own rollouts; set it to online, or train '
+            "cached pairs with actor_rollout_ref.model.algorithm=dpo"
+        )
+
+
+def _check_old_policy(settings: DiffusionTrainerConfig) -> None:
+    """Knobs of an old policy are for those that have one: to sample with, or to stay close to."""
+    arr = settings.actor_rollout_ref
+    if follows_old_policy(arr.model.algorithm, arr.actor):
+        return
+    chosen = get_algorithm(arr.model.algorithm).algorithm
+    for name in ("old_policy_decay_schedule", "old_policy_decay", "old_policy_update_interval"):
+        value = getattr(settings.algorithm, name)
+        if value not in (chosen.get(name), getattr(DiffusionAlgoConfig, name)):
+            raise ValueError(
+                f'algorithm.{name}={value} has no effect: algorithm "{arr.model.algorithm}" follows no old policy with '
+                "these settings; leave it out"
+            )
+
+
+def check_preference(settings: DiffusionTrainerConfig) -> None:
+    algorithm, arr = settings.algorithm, settings.actor_rollout_ref
+    loss_fn = get_diffusion_loss_fn(arr.actor.diffusion_loss.loss_mode)
+    if arr.actor.use_kl_loss:
+        raise ValueError(
+            "actor_rollout_ref.actor.use_kl_loss=true is a KL between denoising steps, of which direct preference has "
+            "none: set it to false; actor_rollout_ref.actor.diffusion_loss.extra says what this loss has instead"
+        )
+    if arr.rollout.algo.noise_level:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.algo.noise_level={arr.rollout.algo.noise_level}: direct preference samples "
+            "with the ODE; leave it out or set it to 0"
+        )
+    steps = torch.linspace(1, 0, arr.rollout.pipeline.num_inference_steps + 1)[:-1]
+    draw_sigmas(1, algorithm.timesteps_per_sample or 1, algorithm.timestep_distribution, schedule=steps)
+    _check_old_policy(settings)
+    if algorithm.adv_mode != "continuous" and "advantages" not in loss_fn.required_data_keys:
+        raise ValueError(
+            f"algorithm.adv_mode={algorithm.adv_mode} has no effect: loss "
+            f'"{arr.actor.diffusion_loss.loss_mode}" reads no advantages; leave it out'
+        )
+    micro = arr.actor.ppo_micro_batch_size_per_gpu
+    if micro < loss_fn.rows_per_unit:
+        raise ValueError(
+            f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro}: this loss compares {loss_fn.rows_per_unit} "
+            f"images at a time; use {loss_fn.rows_per_unit} or more"
+        )
+    if algorithm.sample_source == "offline" and (settings.data.val_files is not None or settings.trainer.val_only):
+        raise ValueError(
+            "algorithm.sample_source=offline starts no rollout engine, so that nothing can draw validation images: "
+            "leave data.val_files and trainer.val_only out, and validate the exported weights in an online run with "
+            "trainer.val_only=true"
+        )

@@ -1,0 +1,150 @@
+"""All checks that need no worker: configuration, data files and the reward function."""
+
+from omegaconf import DictConfig
+
+from verl_omni.config import validation_pipeline
+from verl_omni.trainer.checks.preparation import prepare_config
+from verl_omni.trainer.diffusion.resuming import Start, plan_start
+from verl_omni.utils.suggest import unknown
+
+# Tokens that a model's template adds to a prompt, at most.
+TEMPLATE_ROOM = 64
+
+
+def preflight(config: DictConfig) -> DictConfig:
+    """The resolved configuration; raises one clear line where the run could not work."""
+    config = prepare_config(config)
+    check_data(config)
+    if config.algorithm.sample_source == "online":
+        check_agent_loops(config)
+        check_rewards(config)
+    return config
+
+
+def check_start(config: DictConfig) -> Start:
+    """Which checkpoint the prepared run goes on from: it is whole, and of this run."""
+    from verl_omni.data.loading import load_datasets
+    from verl_omni.data.prompt_loader import steps_for_epochs
+
+    data, trainer = config.data, config.trainer
+    total = trainer.total_training_steps
+    if total is None and not trainer.val_only:
+        total = steps_for_epochs(len(load_datasets(config)[0]), data.train_batch_size, trainer.total_epochs)
+    return plan_start(config, total or 0)
+
+
+def check_data(config: DictConfig) -> None:
+    """Files exist, have the right columns, and their prompts fit the model's limit."""
+    from omegaconf import OmegaConf
+
+    from verl_omni.data.loading import load_datasets
+    from verl_omni.pipelines.model_base import DiffusionModelBase
+
+    train, val = load_datasets(config)
+    if train is not None and len(train) < config.data.train_batch_size:
+        raise ValueError(
+            f"data.train_batch_size={config.data.train_batch_size} is more than the {len(train)} prompts of "
+            "data.train_files: lower it or give more prompts"
+        )
+    if train is not None:
+        check_profile_step(config, len(train))
+    if config.algorithm.sample_source == "offline":
+        return  # prompts are encoded already
+    model_config = OmegaConf.to_object(config.actor_rollout_ref.model)
+    adapter = DiffusionModelBase.get_class(model_config)
+    try:
+        tokenizers = adapter.load_tokenizers(model_config)
+    except Exception as error:  # whatever a tokenizer's own code raises
+        folder = model_config.tokenizer_path or model_config.path
+        raise ValueError(
+            f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        ) from error
+    rollout = OmegaConf.to_object(config.actor_rollout_ref.rollout)
+    for dataset, pipeline in ((train, rollout.pipeline), (val, validation_pipeline(rollout))):
+        if dataset is None:
+            continue
+        if "images" in dataset.columns:
+            dataset.check_images()
+            continue
+        rows = (dataset[i] for i in range(len(dataset)))
+        texts = {text for row in rows for text in (row["prompt"], row.get("negative_prompt") or "")}
+        limit = pipeline.max_sequence_length
+        for text in texts | {pipeline.negative_prompt}:
+            if len(text.encode()) + TEMPLATE_ROOM > limit:  # a token is a byte or more: the rest is short enough
+                adapter.tokenize(tokenizers, text, limit)
+
+
+def check_profile_step(config: DictConfig, prompts: int) -> None:
+    from verl_omni.data.prompt_loader import steps_for_epochs
+
+    trainer = config.trainer
+    steps = trainer.total_training_steps or steps_for_epochs(
+        prompts, config.data.train_batch_size, trainer.total_epochs
+    )
+    if trainer.profile_step is not None and trainer.profile_step > steps:
+        raise ValueError(f"trainer.profile_step={trainer.profile_step}: the run has {steps} steps; choose one of them")
+
+
+def check_agent_loops(config: DictConfig) -> None:
+    """The default one, and those that rows ask for, are registered."""
+    from verl_omni.agent_loop.diffusion_agent_loop import AGENT_LOOPS
+    from verl_omni.data.loading import load_datasets
+
+    asked = {config.actor_rollout_ref.rollout.agent.default_agent_loop: "actor_rollout_ref.rollout.agent"}
+    for key, dataset in zip(("data.train_files", "data.val_files"), load_datasets(config), strict=True):
+        if dataset is not None and "agent_name" in dataset.columns:
+            names = {dataset[i].get("agent_name") for i in range(len(dataset))}
+            asked |= {name: key for name in names if name}
+    for name, key in asked.items():
+        if name not in AGENT_LOOPS:
+            raise ValueError(unknown(f"agent loop in {key}", name, AGENT_LOOPS))
+
+
+def check_reward_manager(config: DictConfig) -> None:
+    """It is there, and it is for images: verl's own are for text."""
+    from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
+    from verl.trainer.ppo.reward import resolve_reward_manager_cls
+
+    manager = config.reward.reward_manager
+    if manager.source == "register":
+        known = [name for name, cls in REWARD_MANAGER.items() if not cls.__module__.startswith("verl.")]
+        if manager.name not in known:
+            raise ValueError(unknown("reward.reward_manager.name", manager.name, known))
+        return
+    if not manager.module.path:
+        raise ValueError("reward.reward_manager.source=importlib needs reward.reward_manager.module.path=<file.py>")
+    try:
+        resolve_reward_manager_cls(config)
+    except Exception as error:
+        raise ValueError(
+            f'reward.reward_manager.module.path="{manager.module.path}" gives no class "{manager.name}" '
+            f"(reward.reward_manager.name): {type(error).__name__}: {error}"
+        ) from error
+
+
+def check_rewards(config: DictConfig) -> None:
+    """The user's reward function loads and takes what it will be given, or every data source has a reward."""
+    import verl_omni.rewards.image_manager  # noqa: F401  (registers "image")
+    from verl_omni.data.loading import load_datasets
+    from verl_omni.rewards import check_package, check_settings, get_reward_fn
+    from verl_omni.rewards.reward_loop import load_custom_reward_function
+
+    check_reward_manager(config)
+    scorers = config.reward.scorers
+    for name in scorers:
+        check_settings(name, scorers[name])
+    if load_custom_reward_function(config.reward) is not None:
+        if scorers:
+            raise ValueError(
+                f"reward.scorers.{next(iter(scorers))} is for the reward of a data_source, and "
+                "reward.custom_reward_function takes its place: give its settings in reward_kwargs there"
+            )
+        return
+    datasets = [dataset for dataset in load_datasets(config) if dataset is not None]
+    sources = {dataset[i]["data_source"] for dataset in datasets for i in range(len(dataset))}
+    for source in sources:
+        get_reward_fn(source)
+        check_package(source)
+    for name in scorers:
+        if name not in sources:
+            raise ValueError(f"reward.scorers.{name}: {unknown('data_source of the prompts', name, sources)}")

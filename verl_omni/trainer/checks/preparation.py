@@ -1,0 +1,213 @@
+"""From what the user typed to a configuration that will run: fill in what is left open, refuse what cannot work.
+
+Everything here happens before a worker starts, so that a mistake costs seconds.
+"""
+
+import dataclasses
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_omni.algorithms.registry import (
+    fill_nulls,
+    get_algorithm,
+    get_diffusion_adv_estimator_fn,
+    get_diffusion_loss_fn,
+    resolve_algorithm_defaults,
+)
+from verl_omni.config import DiffusionPipelineConfig, validation_pipeline
+from verl_omni.config.algorithm import DiffusionAlgoConfig
+from verl_omni.config.keys import check_keys_of
+from verl_omni.config.knob import Range, check_effect, check_ranges
+from verl_omni.config.schema import DiffusionTrainerConfig
+from verl_omni.pipelines.model_base import OPTIONAL_PIPELINE_KNOBS, DiffusionModelBase
+from verl_omni.pipelines.model_folder import check_model_folder
+from verl_omni.pipelines.schedulers.flow_match_sde import takes_own_steps
+from verl_omni.pipelines.schedulers.steps import Step, get_step, step_names
+from verl_omni.pipelines.schedulers.windows import check_window
+from verl_omni.trainer.checks.preference import check_trainer_fits
+from verl_omni.trainer.checks.workers import check_workers
+from verl_omni.utils.external_lib import import_external_lib
+
+VAL = "actor_rollout_ref.rollout.val_kwargs"
+
+
+def prepare_config(config: DictConfig) -> DictConfig:
+    """The resolved configuration, checked."""
+    import_external_lib(config.actor_rollout_ref.model.external_lib)
+    check_keys_of(config)
+    known = OmegaConf.merge(OmegaConf.structured(DiffusionTrainerConfig), config)
+    given, settings = OmegaConf.to_object(known), _fill(OmegaConf.to_object(known))
+    check_ranges(settings)
+    check_effect(given, settings)
+    _check(settings)
+    return OmegaConf.structured(settings)
+
+
+def _fill(settings: DiffusionTrainerConfig) -> DiffusionTrainerConfig:
+    """What is left null becomes the algorithm's choice, or the model's."""
+    arr = settings.actor_rollout_ref
+    if arr.model.path is None:
+        raise ValueError("actor_rollout_ref.model.path is not set: give the diffusers folder of the model to train")
+    check_model_folder(arr.model)
+    algorithm = get_algorithm(arr.model.algorithm)
+    algo, loss = resolve_algorithm_defaults(arr.model.algorithm, arr.rollout.algo, arr.actor.diffusion_loss)
+    arr.rollout.algo = arr.model.algo = algo
+    arr.actor.diffusion_loss = loss
+    adapter = DiffusionModelBase.get_class(arr.model)
+    whose = f"the pipeline defaults of {adapter.__name__}"
+    arr.rollout.pipeline = arr.model.pipeline = fill_nulls(arr.rollout.pipeline, adapter.pipeline_defaults, whose)
+    chosen = {"trainer_type": algorithm.trainer_type, **algorithm.algorithm}
+    defaults = {
+        f.name: f.default for f in dataclasses.fields(DiffusionAlgoConfig) if f.default is not dataclasses.MISSING
+    }
+    settings.algorithm = fill_nulls(settings.algorithm, {**defaults, **chosen}, f'algorithm "{algorithm.name}"')
+    return settings
+
+
+def _check(settings: DiffusionTrainerConfig) -> None:
+    arr, trainer = settings.actor_rollout_ref, settings.trainer
+    if settings.data.train_files is None and not trainer.val_only:
+        raise ValueError("data.train_files is not set: give a parquet or JSONL file of prompts")
+    if settings.data.val_files is None and trainer.val_only:
+        raise ValueError("trainer.val_only=true needs data.val_files: give a parquet or JSONL file of prompts")
+    _check_estimator(settings.algorithm)
+    loss = arr.actor.diffusion_loss
+    get_diffusion_loss_fn(loss.loss_mode).check_extra(loss.extra, "actor_rollout_ref.actor.diffusion_loss.extra")
+    adapter = DiffusionModelBase.get_class(arr.model)
+    _check_adapter(settings, adapter)
+    adapter.check(arr.model)
+    check_trainer_fits(settings)
+    _check_noise(settings, adapter)
+    _check_guidance(settings, adapter)
+    for where, pipeline in (("", arr.rollout.pipeline), ("val_kwargs.", validation_pipeline(arr.rollout))):
+        _check_size(f"actor_rollout_ref.rollout.{where}pipeline", pipeline, adapter, arr.model)
+        _check_reads(f"actor_rollout_ref.rollout.{where}pipeline", pipeline, adapter, arr.model)
+    _check_placement(settings)
+    _check_numbers(settings)
+    check_workers(settings)
+
+
+def _check_adapter(settings: DiffusionTrainerConfig, adapter: type[DiffusionModelBase]) -> None:
+    """It has the methods that this run calls."""
+    arr = settings.actor_rollout_ref
+    missing, caller = sorted(adapter.__abstractmethods__), "training"
+    if settings.algorithm.sample_source == "online" and arr.rollout.name == "diffusers":
+        missing += adapter.missing_for_rollout()
+        caller = "the embedded rollout engine (actor_rollout_ref.rollout.name=diffusers)"
+    if missing:
+        raise ValueError(
+            f"{adapter.__name__}, the adapter of {arr.model.architecture}, has no {', '.join(missing)}: {caller} calls "
+            "these classmethods; write them as docs/integrating_a_diffusion_model.md shows"
+        )
+
+
+def _check_estimator(algorithm: DiffusionAlgoConfig) -> None:
+    """It is there, and has the weights of several rewards if and only if it adds them up."""
+    estimator, weights = get_diffusion_adv_estimator_fn(algorithm.adv_estimator), algorithm.reward_weights
+    if algorithm.adv_estimator == "gdpo" and not weights:
+        raise ValueError(
+            "algorithm.adv_estimator=gdpo adds up several rewards: name them, such as "
+            "'algorithm.reward_weights={sharpness: 1, score: 0.5}'"
+        )
+    if weights and estimator is get_diffusion_adv_estimator_fn("flow_grpo"):
+        raise ValueError(
+            f"algorithm.reward_weights={dict(weights)} has no effect with algorithm.adv_estimator="
+            f"{algorithm.adv_estimator}, which takes one reward: set algorithm.adv_estimator=gdpo"
+        )
+    for name, weight in weights.items():
+        Range().check(f"algorithm.reward_weights.{name}", weight)
+
+
+def _check_placement(settings: DiffusionTrainerConfig) -> None:
+    """Settings of rollout servers are for runs that have some."""
+    arr = settings.actor_rollout_ref
+    if not arr.hybrid_engine and settings.algorithm.sample_source == "offline":
+        raise ValueError("actor_rollout_ref.hybrid_engine=false: cached pairs need no rollout servers; leave it true")
+    for name in ("n_gpus_per_node", "nnodes"):
+        value = getattr(arr.rollout, name)
+        if arr.hybrid_engine and value is not None:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.{name}={value} is for rollout servers: set "
+                "actor_rollout_ref.hybrid_engine=false, or leave it out"
+            )
+
+
+def _check_guidance(settings: DiffusionTrainerConfig, adapter: type[DiffusionModelBase]) -> None:
+    algorithm = get_algorithm(settings.actor_rollout_ref.model.algorithm)
+    if not algorithm.supports_cfg and adapter.cfg_scale(settings.actor_rollout_ref.model) > 1:
+        raise ValueError(
+            f'algorithm "{algorithm.name}" trains without classifier-free guidance: set '
+            "actor_rollout_ref.rollout.pipeline.true_cfg_scale=1 (or guidance_scale=1)"
+        )
+
+
+def _check_noise(settings: DiffusionTrainerConfig, adapter: type[DiffusionModelBase]) -> None:
+    """Steps are as noisy as their type allows, and a policy gradient has noise to learn from."""
+    rollout = settings.actor_rollout_ref.rollout
+    algo, val = rollout.algo, rollout.val_kwargs
+    model = settings.actor_rollout_ref.model
+    step, val_step = (_step(name, adapter, model) for name in (algo.sde_type, val.sde_type or algo.sde_type))
+    step.noise_levels.check(f"actor_rollout_ref.rollout.algo.noise_level (sde_type={step.name})", algo.noise_level)
+    val_step.noise_levels.check(f"{VAL}.noise_level (sde_type={val_step.name})", val.noise_level)
+    trained = settings.algorithm.trainer_type == "policy_gradient" and not settings.trainer.val_only
+    if trained and not step.adds_noise(algo.noise_level):
+        noisy = [name for name in step_names() if get_step(name).adds_noise(0.5)]
+        raise ValueError(
+            f"actor_rollout_ref.rollout.algo.sde_type={step.name} with noise_level={algo.noise_level} adds no noise: "
+            f"no step has a probability that could be trained. Set a noise_level above 0 and sde_type to one of "
+            f"{', '.join(noisy)}"
+        )
+    if val.noise_level and not val_step.adds_noise(val.noise_level):
+        raise ValueError(
+            f"{VAL}.noise_level={val.noise_level} has no effect with sde_type={val_step.name}: set {VAL}.sde_type too"
+        )
+
+
+def _step(sde_type: str, adapter: type[DiffusionModelBase], model: Any) -> Step:
+    """The step of that name. One that the adapter's own scheduler knows is taken to be as noisy as its level says."""
+    if sde_type in step_names() or not takes_own_steps(adapter.build_scheduler(model)):
+        return get_step(sde_type)
+    return Step(sde_type, lambda x, v, sigma, sigma_next, noise_level: (x, noise_level))
+
+
+def _check_reads(where: str, pipeline: DiffusionPipelineConfig, adapter: type[DiffusionModelBase], model: Any) -> None:
+    """A setting that this architecture does not have is refused: it would be ignored."""
+    read = adapter.pipeline_knobs(model)
+    for name in OPTIONAL_PIPELINE_KNOBS:
+        value, default = getattr(pipeline, name), getattr(DiffusionPipelineConfig, name)
+        if name not in read and value not in (None, default):
+            others = f": it has {', '.join(sorted(read))}" if read else ""
+            raise ValueError(f"{where}.{name}={value} has no effect on {model.architecture}{others}; leave it out")
+
+
+def _check_size(where: str, pipeline: DiffusionPipelineConfig, adapter: type[DiffusionModelBase], model: Any) -> None:
+    multiple = adapter.vae_scale_factor(dataclasses.replace(model, pipeline=pipeline)) * adapter.size_multiple
+    for name in ("height", "width"):
+        value = getattr(pipeline, name)
+        if value < multiple or value % multiple:
+            below = max(value // multiple, 1) * multiple
+            raise ValueError(
+                f"{where}.{name}={value} is no multiple of {multiple} (vae_scale_factor * {adapter.size_multiple}): "
+                f"try {below} or {below + multiple}"
+            )
+
+
+def _check_numbers(settings: DiffusionTrainerConfig) -> None:
+    arr, ranks = settings.actor_rollout_ref, settings.trainer.nnodes * settings.trainer.n_gpus_per_node
+    prompts, mini, n = settings.data.train_batch_size, arr.actor.ppo_mini_batch_size, arr.rollout.n
+    if prompts % mini:
+        raise ValueError(
+            f"data.train_batch_size={prompts} is no multiple of actor_rollout_ref.actor.ppo_mini_batch_size={mini}: "
+            "every optimizer step takes so many prompts"
+        )
+    if settings.algorithm.sample_source == "online" and (mini * n) % ranks:
+        raise ValueError(
+            f"actor_rollout_ref.actor.ppo_mini_batch_size * actor_rollout_ref.rollout.n = {mini} * {n} images do not "
+            f"divide among {ranks} devices"
+        )
+    if settings.algorithm.trainer_type == "policy_gradient":
+        check_window(arr.rollout.algo, DiffusionModelBase.get_class(arr.model).num_steps(arr.model))
+    if settings.algorithm.sample_source == "online":
+        if n < 2:
+            raise ValueError("actor_rollout_ref.rollout.n=1: a group of one image has nothing to compare with; use 2+")

@@ -1,0 +1,173 @@
+"""What a worker would stumble over after a minute, tried here before one starts: the same calls, on nothing."""
+
+import dataclasses
+import importlib.util
+import inspect
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_omni.config import DiffusionModelConfig, DiffusionRolloutConfig, FSDPConfig, OptimizerConfig
+from verl_omni.config.schema import DiffusionTrainerConfig, TrainerConfig
+from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.pipelines.utils import read_component_config, read_index
+from verl_omni.utils.suggest import unknown
+
+OPTIM, FSDP, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor.optim", "actor.fsdp_config", "model"))
+# What peft can put an adapter on.
+ADAPTABLE = (torch.nn.Linear, torch.nn.Embedding, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
+# The package of a tracker, where it is not called like the tracker or is none of ours.
+PACKAGES = {"console": None, "jsonl": None, "file": None, "vemlp_wandb": "volcengine_ml_platform"}
+
+
+def check_workers(settings: DiffusionTrainerConfig) -> None:
+    arr, trainer = settings.actor_rollout_ref, settings.trainer
+    check_trackers(trainer)
+    check_folder(trainer)
+    check_optimizer(arr.actor.optim)
+    ranks, size = trainer.nnodes * trainer.n_gpus_per_node, arr.actor.fsdp_config.fsdp_size
+    if size != -1 and ranks % size:
+        raise ValueError(
+            f"{FSDP}.fsdp_size={size} does not divide the {ranks} ranks (trainer.nnodes * n_gpus_per_node)"
+        )
+    for name, works in (("fold_lora", arr.model.lora_rank > 0), ("compile_ahead", True)):
+        if getattr(arr.actor.fsdp_config, name) and not (works and ranks == 1):
+            why = f"over the {ranks} ranks" if works else "without LoRA (model.lora_rank=0)"
+            raise ValueError(f"{FSDP}.{name}=true does nothing {why}: leave it null")
+    if settings.algorithm.sample_source == "online":
+        check_engine_arguments(arr.rollout)
+    check_model(arr.model, arr.actor.fsdp_config)
+
+
+def check_trackers(trainer: TrainerConfig) -> None:
+    """Someone hears of the run, and the packages of all that do are installed."""
+    if not trainer.logger:
+        raise ValueError("trainer.logger=[] would leave no trace of the metrics: name one, such as [console,jsonl]")
+    for name in trainer.logger:
+        package = PACKAGES.get(name, name)
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise ValueError(f"trainer.logger has {name}, which is not installed here: pip install {package}")
+
+
+def check_folder(trainer: TrainerConfig) -> None:
+    """The run's folder can be made and written to."""
+    folder = Path(trainer.default_local_dir).expanduser()
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except OSError as error:  # a name that is too long
+        raise ValueError(f'trainer.default_local_dir="{_short(folder)}": {error.strerror}') from error
+    if not there.is_dir():
+        raise ValueError(f'trainer.default_local_dir="{trainer.default_local_dir}": {there} is a file, not a folder')
+    if not os.access(there, os.W_OK):
+        raise ValueError(f'trainer.default_local_dir="{trainer.default_local_dir}": {there} cannot be written to')
+
+
+def _short(path: Path) -> str:
+    return str(path) if len(str(path)) <= 100 else f"{str(path)[:100]}..."
+
+
+def check_optimizer(config: OptimizerConfig) -> None:
+    """torch takes these arguments, and the optimizer reads them."""
+    from verl_omni.workers.engine.optimizer import build_optimizer
+
+    if len(config.betas) != 2:
+        raise ValueError(f"{OPTIM}.betas={list(config.betas)}: expected two numbers, such as [0.9,0.999]")
+    if "Adam" not in config.optimizer:
+        default = OptimizerConfig()
+        for name in ("betas", "eps"):
+            if getattr(config, name) != getattr(default, name):
+                raise ValueError(
+                    f"{OPTIM}.{name}={getattr(config, name)} has no effect with {OPTIM}.optimizer={config.optimizer}: "
+                    "leave it out"
+                )
+    filled = dataclasses.replace(config, total_training_steps=config.total_training_steps or 1)
+    build_optimizer([torch.nn.Parameter(torch.zeros(1, 1))], filled, torch.device("cpu"))
+
+
+def check_engine_arguments(rollout: DiffusionRolloutConfig) -> None:
+    """`engine_kwargs` are arguments that the engine has, beside those that it gets anyway: whole numbers."""
+    from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
+
+    where = "actor_rollout_ref.rollout.engine_kwargs"
+    known = [p.name for p in inspect.signature(DiffusersRollout).parameters.values() if type(p.default) is int]
+    for name, value in rollout.engine_kwargs.items():
+        if name not in known:
+            raise ValueError(unknown(where, name, known))
+        least = 0 if name == "prompt_cache_size" else 1  # without a cache a prompt is encoded once a rollout
+        if type(value) is not int or value < least:
+            raise ValueError(f"{where}.{name}={value}: expected a whole number, {least} or more")
+
+
+def check_model(model: DiffusionModelConfig, fsdp: FSDPConfig) -> None:
+    """LoRA finds its layers and its file, and attention its kernel. Builds the modules without their weights."""
+    if model.lora_path is not None:
+        check_lora_file(model)
+    if model.target_modules is None and fsdp.attention_backend is None:
+        return
+    for part in empty_modules(model):
+        if model.target_modules is not None:
+            check_targets(model.target_modules, part)
+        if fsdp.attention_backend is not None:
+            check_attention(part, fsdp.attention_backend)
+
+
+def empty_modules(model: DiffusionModelConfig) -> list[torch.nn.Module]:
+    """The trained modules on torch's meta device: a second even for billions of parameters."""
+    import diffusers
+
+    first, *others = DiffusionModelBase.get_class(model).trained_components
+    index = read_index(model.path)
+    parts = []
+    for name in (model.transformer_subfolder or first, *(other for other in others if index.get(other, [None])[0])):
+        config = read_component_config(model.config_path or model.path, name)
+        cls = getattr(diffusers, config.get("_class_name", ""), None)
+        if cls is not None:  # a class of the user's own is the adapter's business
+            with torch.device("meta"):
+                parts.append(cls.from_config(dict(config)))
+    return parts
+
+
+def check_targets(targets: Any, part: torch.nn.Module) -> None:
+    """Every name is that of a layer, or the end of one; a string is a regular expression for whole names."""
+    layers = [name for name, module in part.named_modules() if isinstance(module, ADAPTABLE)]
+    if isinstance(targets, str):
+        if targets != "all-linear" and not any(re.fullmatch(targets, layer) for layer in layers):
+            raise ValueError(
+                f"{MODEL}.target_modules={targets} matches no layer of {type(part).__name__}: a string is a regular "
+                f"expression for whole names, such as {layers[-1]}; several names are a list"
+            )
+        return
+    for target in targets:
+        if not any(layer == target or layer.endswith(f".{target}") for layer in layers):
+            ends = {re.search(r"[^.]+(\.\d+)?$", layer)[0] for layer in layers}
+            raise ValueError(unknown(f"{MODEL}.target_modules", target, ends))
+
+
+def check_attention(part: torch.nn.Module, backend: str) -> None:
+    from verl_omni.workers.engine.compile.attention import choose_attention
+
+    try:
+        choose_attention(part, backend)
+    except (ImportError, RuntimeError) as error:  # a package that is missing
+        raise ValueError(f"{FSDP}.attention_backend={backend}: {error}") from error
+
+
+def check_lora_file(model: DiffusionModelConfig) -> None:
+    """There are LoRA tensors of this rank in the folder."""
+    from safetensors import safe_open
+
+    where, root = f'{MODEL}.lora_path="{model.lora_path}"', Path(model.lora_path).expanduser()
+    files = sorted(root.glob("*.safetensors")) if root.is_dir() else [root]
+    if not files or not files[0].is_file():
+        raise ValueError(f"{where} holds no LoRA: expected a folder with pytorch_lora_weights.safetensors")
+    try:
+        with safe_open(files[0], "pt") as tensors:
+            ranks = {tensors.get_slice(key).get_shape()[0] for key in tensors.keys() if "lora_A" in key}  # noqa: SIM118
+    except Exception as error:  # noqa: BLE001  (its class is safetensors' own)
+        raise ValueError(f"{where}: {files[0].name} is no readable safetensors file: {error}") from error
+    if ranks != {model.lora_rank}:
+        found = f"rank {sorted(ranks)}" if ranks else "none"
+        raise ValueError(f"{where} has LoRA of {found}, and {MODEL}.lora_rank={model.lora_rank}: set the file's rank")

@@ -1,0 +1,193 @@
+"""One run: its checks, its Ray, its workers and its trainer."""
+
+import dataclasses
+import os
+from typing import Any
+
+from omegaconf import DictConfig
+
+from verl_omni.config import schema
+from verl_omni.trainer import interrupts
+from verl_omni.trainer.failures import in_one_line, know
+from verl_omni.trainer.progress import progress, tell
+
+schema.register()
+
+
+class TaskRunner:
+    """Builds the worker mapping and runs the trainer that `algorithm.trainer_type` names."""
+
+    def __init__(self) -> None:
+        self.role_worker_mapping: dict[Any, Any] = {}
+        self.mapping: dict[Any, str] = {}
+
+    def add_actor_rollout_worker(self, config: DictConfig) -> Any:
+        """The worker that trains, generates (embedded engine) and serves as its own reference."""
+        import ray
+        from verl.trainer.ppo.utils import Role
+
+        from verl_omni.workers.diffusion_worker import DiffusionWorker
+
+        self.role_worker_mapping[Role.ActorRollout] = ray.remote(DiffusionWorker)
+        self.mapping[Role.ActorRollout] = "global_pool"
+        return DiffusionWorker
+
+    def add_ref_policy_worker(self, config: DictConfig, ref_policy_cls: Any) -> None:
+        """The reference lives in the actor's worker: adapters off (LoRA), or a copy of its starting weights (full)."""
+        import ray
+        from verl.trainer.ppo.utils import Role
+
+        if config.actor_rollout_ref.actor.use_kl_loss:
+            self.role_worker_mapping[Role.RefPolicy] = ray.remote(ref_policy_cls)
+            self.mapping[Role.RefPolicy] = "global_pool"
+
+    def add_reward_model_resource_pool(self, config: DictConfig) -> None:
+        """Devices of their own for a reward model that is served beside the training."""
+        from verl.trainer.ppo.utils import Role
+
+        if config.reward.reward_model.enable:
+            own = config.reward.reward_model.enable_resource_pool
+            self.mapping[Role.RewardModel] = "reward_pool" if own else "global_pool"
+
+    def init_resource_pool_mgr(self, config: DictConfig) -> Any:
+        from verl_omni.trainer.resources import DeviceResourcePoolManager
+
+        trainer, reward = config.trainer, config.reward.reward_model
+        spec = {"global_pool": [trainer.n_gpus_per_node] * trainer.nnodes}
+        if "reward_pool" in self.mapping.values():
+            spec["reward_pool"] = [reward.n_gpus_per_node] * reward.nnodes
+        return DeviceResourcePoolManager(resource_pool_spec=spec, mapping=self.mapping)
+
+    def report(self) -> dict[str, Any]:
+        """Where the run is."""
+        return {"stage": progress.stage, "step": progress.step, "done": progress.done}
+
+    def stop(self) -> bool:
+        """Finish the step, save, and end."""
+        interrupts.request_stop()
+        return True
+
+    def run(self, config: DictConfig) -> None:
+        with in_one_line():
+            self._run(config)
+
+    def _run(self, config: DictConfig) -> None:
+        from verl_omni.data.loading import load_datasets
+        from verl_omni.data.offline_pairs import collate_pairs
+        from verl_omni.trainer.diffusion import ray_diffusion_trainer as trainers
+        from verl_omni.utils.external_lib import import_external_lib
+
+        import_external_lib(config.actor_rollout_ref.model.external_lib)  # this may be a process of its own
+        worker = self.add_actor_rollout_worker(config)
+        self.add_ref_policy_worker(config, worker)
+        self.add_reward_model_resource_pool(config)
+        train_dataset, val_dataset = load_datasets(config)
+        trainer_class = {
+            "policy_gradient": trainers.PolicyGradientRayTrainer,
+            "direct_preference": trainers.DirectPreferenceRayTrainer,
+        }[config.algorithm.trainer_type]
+        trainer = trainer_class(
+            config=config,
+            tokenizer=None,
+            role_worker_mapping=self.role_worker_mapping,
+            resource_pool_manager=self.init_resource_pool_mgr(config),
+            train_dataset=train_dataset,
+            val_dataset=val_dataset,
+            collate_fn=collate_pairs if config.algorithm.sample_source == "offline" else None,
+            device_name=config.trainer.device,
+        )
+        trainer.init_workers()
+        trainer.fit()
+        trainer.shutdown()
+        if trainer.stopped:
+            raise interrupts.Stopped(f"stopped after step {trainer.global_step} of {trainer.total_steps}")
+
+
+def run_diffusion(config: DictConfig, task_runner_class: Any = None, quiet: bool = False) -> None:
+    """Check the configuration, start Ray and train.
+
+    A cluster of our own needs no extra process for the driver; on a running cluster the runner is a Ray actor.
+    With `quiet`, what libraries and workers have to say goes to `run.log` in the run's folder.
+    """
+    from verl_omni.trainer.checks.preflight import check_start, preflight
+    from verl_omni.trainer.diffusion.resuming import finished
+    from verl_omni.trainer.resources import choose_device
+    from verl_omni.trainer.run_lock import run_lock
+    from verl_omni.utils.external_lib import with_registered
+
+    tell(run_dir=None, stage="start", step=0, done=0, over=None, last=None)  # of several runs in one process
+    check_groups(config)
+    model = config.actor_rollout_ref.model
+    with config_writable(config):
+        config.trainer.device = choose_device(config.trainer.device)
+        model.external_lib = with_registered(model.external_lib)
+    config = preflight(config)
+    with run_lock(config.trainer.default_local_dir):
+        start = check_start(config)
+        for line in start.notices:
+            print(line, flush=True)
+        if start.finished:
+            print(finished(start), flush=True)
+        else:
+            _run_on_ray(config, task_runner_class, quiet)
+
+
+def _run_on_ray(config: DictConfig, task_runner_class: Any, quiet: bool) -> None:
+    import ray
+
+    from verl_omni.trainer.resources import start_ray
+    from verl_omni.trainer.run_log import keep_daemons_quiet, open_run_log
+
+    run_dir = os.path.expanduser(config.trainer.default_local_dir)
+    if quiet:
+        open_run_log(run_dir)
+    tell(run_dir=run_dir, resume_mode=config.trainer.resume_mode, stage="start of Ray")
+    started = not ray.is_initialized()
+    try:
+        with in_one_line():
+            if quiet:
+                keep_daemons_quiet()
+            if started:
+                start_ray(config)
+            interrupts.listen()
+            if task_runner_class is not None:
+                ray.get(task_runner_class.remote().run.remote(config))
+            elif config.ray.address is not None:
+                run_on_cluster(config)
+            else:
+                TaskRunner().run(config)
+            if config.ray.timeline_json_file:
+                ray.timeline(filename=config.ray.timeline_json_file)
+        tell(over=0)
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def check_groups(config: DictConfig) -> None:
+    """A recipe that does not start from our own configuration has only what it says itself."""
+    lacking = [field.name for field in dataclasses.fields(schema.DiffusionTrainerConfig) if field.name not in config]
+    if lacking:
+        raise ValueError(
+            f"the recipe lacks {', '.join(lacking)}: let it begin with the line `defaults: [diffusion_trainer, _self_]`"
+        )
+
+
+def run_on_cluster(config: DictConfig) -> None:
+    """The runner as an actor; this process hands its reports on, and a signal to it."""
+    import ray
+
+    runner = ray.remote(TaskRunner).options(max_concurrency=2).remote()  # it reports while it runs
+    know("runner", [runner])
+    running, told = runner.run.remote(config), False
+    while not ray.wait([running], timeout=1)[0]:
+        tell(**ray.get(runner.report.remote()))
+        if interrupts.stop_requested() and not told:
+            told = ray.get(runner.stop.remote())
+    ray.get(running)
+
+
+def config_writable(config: DictConfig) -> Any:
+    from omegaconf import open_dict
+
+    return open_dict(config)

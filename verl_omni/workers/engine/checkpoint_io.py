@@ -1,0 +1,187 @@
+"""Training state on disk, for any number of ranks to read.
+
+Tensors are safetensors files and all else is JSON: reading a checkpoint never runs code that came with it.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+from verl_omni.workers.engine.export import export
+from verl_omni.workers.engine.optimizer import set_schedule
+from verl_omni.workers.host_memory import local
+
+if TYPE_CHECKING:
+    from verl_omni.workers.engine.base import DiffusionEngine
+
+STATE = "state"
+ENGINE = "engine.json"  # what of the state is no tensor
+
+
+def save(engine: "DiffusionEngine", path: str) -> None:
+    contents = engine.checkpoint_config.save_contents
+    if set(contents) - {"export"}:
+        _save_state(engine, contents, os.path.join(path, STATE))
+    if "export" in contents:
+        export(engine, os.path.join(path, "export"))
+
+
+def load(engine: "DiffusionEngine", path: str) -> None:
+    """Fill the engine in place with what `load_contents` names; all of it is there and fits, or nothing is touched."""
+    contents = engine.checkpoint_config.load_contents
+    folder = os.path.join(path, STATE)
+    reader = dcp.HuggingFaceStorageReader(folder)
+    notes, held = _read_notes(folder), reader.read_metadata().state_dict_metadata
+    tensors = _weights(engine) if "model" in contents else {}
+    _check_shapes(tensors, held, folder)
+    if "optimizer" in contents:
+        tensors |= _empty_moments(engine, notes, folder)
+        _check_shapes(tensors, held, folder)
+    with _plain_errors():
+        dcp.load(tensors, storage_reader=reader)
+    if "model" in contents:
+        engine.policies.load_state_dict(
+            {name: {k: local(tensors[f"policies.{name}.{k}"]) for k in copy}
+             for name, copy in engine.policies.state_dict().items()}
+        )  # fmt: skip
+    if "extra" in contents:
+        set_schedule(engine.lr_scheduler, notes["optimizer_steps"])
+
+
+def needed_bytes(engine: "DiffusionEngine") -> int:
+    """What `save` would write now, of all ranks together."""
+    contents = engine.checkpoint_config.save_contents
+    tensors = list(_tensors(engine, contents).values())
+    if "export" in contents:
+        tensors += engine.parameters.values()
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _save_state(engine: "DiffusionEngine", contents: list[str], folder: str) -> None:
+    tensors = {name: tensor.contiguous() for name, tensor in _tensors(engine, contents).items()}
+    with _plain_errors():
+        dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(folder, save_distributed=True))
+    if dist.get_rank() == 0:
+        notes = {
+            "optimizer": type(engine.optimizer).__name__,
+            "optimizer_steps": engine.lr_scheduler.last_epoch,
+            # Those that never got a gradient (a last block's text output) have no state, and are not named.
+            "moments": {name: sorted(engine.optimizer.state[p]) for name, p in _updated(engine).items()},
+        }
+        Path(folder, ENGINE).write_text(json.dumps(notes))
+
+
+def _tensors(engine: "DiffusionEngine", contents: list[str]) -> dict[str, torch.Tensor]:
+    """All that a checkpoint holds. Frozen weights are those of the base model: they are not written again."""
+    tensors = _weights(engine) if "model" in contents else {}
+    return tensors | (_moments(engine) if "optimizer" in contents else {})
+
+
+def _weights(engine: "DiffusionEngine") -> dict[str, torch.Tensor]:
+    found = {f"model.{name}": parameter.detach() for name, parameter in engine.parameters.items()}
+    for policy, copy in engine.policies.state_dict().items():
+        found |= {f"policies.{policy}.{name}": _like(v, engine.parameters[name]) for name, v in copy.items()}
+    return found
+
+
+def _moments(engine: "DiffusionEngine") -> dict[str, torch.Tensor]:
+    found = {
+        f"optimizer.{name}.{key}": value
+        for name, parameter in _updated(engine).items()
+        for key, value in engine.optimizer.state[parameter].items()
+    }
+    for name, value in found.items():
+        if not isinstance(value, torch.Tensor):
+            kind = type(engine.optimizer).__name__
+            raise ValueError(
+                f"{kind} keeps a {type(value).__name__} as {name}, which checkpoints do not hold: choose another "
+                "actor_rollout_ref.actor.optim.optimizer, such as AdamW"
+            )
+    return found
+
+
+def _updated(engine: "DiffusionEngine") -> dict[str, torch.nn.Parameter]:
+    """The parameters that the optimizer has a state for."""
+    return {name: p for name, p in engine.parameters.items() if engine.optimizer.state.get(p)}
+
+
+def _empty_moments(engine: "DiffusionEngine", notes: dict, folder: str) -> dict[str, torch.Tensor]:
+    """Optimizer state to be filled, for exactly those parameters that have one in the checkpoint."""
+    kind = type(engine.optimizer).__name__
+    if notes["optimizer"] != kind:
+        raise ValueError(
+            f"{folder} holds the state of {notes['optimizer']}, and this run's optimizer is {kind}: to start that one "
+            "fresh, set actor_rollout_ref.actor.checkpoint.load_contents=[model,extra]"
+        )
+    engine.optimizer.zero_grad()
+    engine.optimizer.state.clear()
+    if notes["moments"]:  # torch makes an empty state for every parameter
+        get_optimizer_state_dict(engine.module, engine.optimizer, options=StateDictOptions(ignore_frozen_params=True))
+    for name, parameter in engine.parameters.items():
+        if name not in notes["moments"]:
+            engine.optimizer.state.pop(parameter, None)
+    made = {name: sorted(engine.optimizer.state[p]) for name, p in _updated(engine).items()}
+    for name in made.keys() | notes["moments"].keys():
+        if made.get(name) != notes["moments"].get(name):
+            raise ValueError(
+                f"{folder} does not fit this run: for {name} it holds the optimizer's {notes['moments'].get(name)}, "
+                f"and {kind} needs {made.get(name)}. To start the optimizer fresh, set "
+                "actor_rollout_ref.actor.checkpoint.load_contents=[model,extra]"
+            )
+    return _moments(engine)
+
+
+def _like(shard: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """A copy of a shard as the distributed tensor that its parameter is."""
+    if not hasattr(parameter, "device_mesh"):
+        return shard
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        shard.to(parameter.to_local().device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _read_notes(folder: str) -> dict:
+    try:
+        return json.loads(Path(folder, ENGINE).read_text())
+    except FileNotFoundError:
+        raise ValueError(
+            f"{folder} holds no training state to resume from: was it saved with "
+            "actor_rollout_ref.actor.checkpoint.save_contents without model?"
+        ) from None
+
+
+def _check_shapes(tensors: dict[str, torch.Tensor], held: dict, folder: str) -> None:
+    """Refuse a checkpoint that lacks tensors of this run or has them in another shape, before anything is loaded."""
+    for name, tensor in tensors.items():
+        found = tuple(held[name].size) if name in held else "nothing"
+        if found != tuple(tensor.shape):
+            raise ValueError(
+                f"{folder} does not fit this run: for {name} of shape {tuple(tensor.shape)} it holds {found}. Resume "
+                "with the settings of the run that wrote it (model, lora_rank, ema_decay, use_kl_loss), or start anew "
+                "with trainer.resume_mode=disable"
+            )
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """torch gathers the errors of all ranks in a BaseException; the first of them says what happened."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from None

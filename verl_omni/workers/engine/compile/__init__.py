@@ -1,0 +1,1 @@
+"""What speeds the transformer blocks up: compiling, attention kernels, fused activations."""

@@ -1,0 +1,109 @@
+"""The transformer blocks, and how they are compiled."""
+
+import functools
+import os
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from verl_omni.utils.call_signature import argument_names, by_name
+
+
+def repeated_blocks(part: torch.nn.Module) -> list[torch.nn.Module]:
+    """The transformer blocks: what diffusers itself names as the unit of compiling and of placement."""
+    names = set(getattr(part, "_repeated_blocks", None) or getattr(part, "_no_split_modules", None) or [])
+    return [m for m in part.modules() if type(m).__name__ in names]
+
+
+def compile_blocks(parts: dict[str, torch.nn.Module], backend: str = "inductor") -> None:
+    """Compile each repeated block. Kernels are cached on disk, so that the next start finds them.
+
+    Gradient or none, adapters on or off, and each kind of block are graphs of their own: dynamo's default limit of 8
+    would silently go back to eager. Here the limit is higher, and going over it is an error.
+    """
+    import torch._dynamo as dynamo
+
+    choose_cache()
+    dynamo.config.recompile_limit = 64
+    dynamo.config.accumulated_recompile_limit = 1024
+    dynamo.config.fail_on_recompile_limit_hit = True
+    if backend == "inductor":
+        threading.Thread(target=start_compilers, daemon=True).start()
+    for part in parts.values():
+        blocks = repeated_blocks(part)
+        for block in blocks:
+            block.forward = compiled_by_mode(block, backend)
+        enter_like_the_others(blocks[0])
+
+
+def choose_cache() -> None:
+    """Where kernels are kept: not in /tmp, which is inductor's own choice and does not last."""
+    cache = os.path.join(os.path.expanduser("~"), ".cache", "verl_omni", "inductor")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+
+
+def start_compilers() -> None:
+    """What inductor does once takes seconds: it can happen while the rest of the model is loaded."""
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import torch_key
+
+    AsyncCompile.warm_pool()
+    torch_key()
+
+
+def compiled_by_mode(block: torch.nn.Module, backend: str) -> Callable:
+    """The block's forward, compiled apart with and without a gradient.
+
+    Where dynamo sees a second size it goes on with graphs for any size, which are slower. It remembers sizes by
+    function: rollouts of 24 rows and updates on 48 are to be two functions, each with one size.
+    """
+    forward = type(block).forward
+    compiled = {
+        grad: torch.compile(types.MethodType(renamed(forward, suffix), block), backend=backend)
+        for grad, suffix in ((True, "with_gradient"), (False, "without_gradient"))
+    }
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled[torch.is_grad_enabled()](*args, **kwargs)
+
+    return call
+
+
+@functools.cache
+def renamed(function: types.FunctionType, suffix: str) -> types.FunctionType:
+    """A copy that dynamo takes for another function."""
+    code = function.__code__.replace(co_name=f"{function.__name__}_{suffix}")
+    copy = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def enter_like_the_others(block: torch.nn.Module) -> None:
+    """Give the first block its inputs as the blocks before give them to all others, so that one graph serves all.
+
+    SD3's patch embedding hands over (B, L, C) as a transposed view, a layout that every residual sum after it would
+    keep, and under LoRA what it hands over needs no gradient, where the inputs of later blocks do. Any view, such as a
+    linear layer's output, takes its own graph for any size, as dynamo looks at the sizes of what it is a view of.
+    """
+    forward, passed_on = block.forward, streams(block)
+
+    def alike(name: str, value: Any) -> Any:
+        if name not in passed_on or not isinstance(value, torch.Tensor):
+            return value
+        value = value.clone(memory_format=torch.contiguous_format)
+        lacks_gradient = torch.is_grad_enabled() and not value.requires_grad
+        return value.detach().requires_grad_() if lacks_gradient else value
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return forward(**{name: alike(name, value) for name, value in by_name(block, args, kwargs).items()})
+
+    block.forward = call
+
+
+def streams(block: torch.nn.Module) -> set[str]:
+    """The inputs that a block hands on to the next one."""
+    joint = getattr(block.attn, "add_q_proj", None) is not None if hasattr(block, "attn") else False
+    return {argument_names(block)[0], "encoder_hidden_states"} if joint else {argument_names(block)[0]}

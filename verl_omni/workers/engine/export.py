@@ -1,0 +1,84 @@
+"""Trained weights as files that diffusers loads, and LoRA files to start from."""
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from verl_omni.config import DiffusionModelConfig
+from verl_omni.pipelines.utils import pipeline_class
+from verl_omni.utils.file_mode import share
+
+if TYPE_CHECKING:
+    from verl_omni.workers.engine.base import DiffusionEngine
+
+LORA_FILE = "pytorch_lora_weights.safetensors"  # what diffusers calls it
+
+
+def export(engine: "DiffusionEngine", folder: str) -> None:
+    """LoRA: a folder for `pipe.load_lora_weights(folder)`. Full: one diffusers model folder for each trained part.
+
+    With a moving average, that is what is exported: it is what validation has seen.
+    """
+    with engine.policy("ema" if engine.ema_decay else "current"):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        states = {name: get_model_state_dict(part, options=options) for name, part in engine.parts.items()}
+        if dist.get_rank() == 0:  # still inside: on one rank the states are the weights themselves, not copies
+            os.makedirs(folder, exist_ok=True)
+            write = _write_lora if engine.model_config.lora_rank > 0 else _write_full
+            write(engine, states, folder)
+            share(folder)
+    dist.barrier()
+
+
+def _lora_folder(folder: str, parts: dict[str, torch.nn.Module], name: str) -> str:
+    """diffusers reads one LoRA file for one transformer: the first part's lies in `folder`, another's below it.
+
+    `pipe.load_lora_weights(f"{folder}/transformer_2", load_into_transformer_2=True)` loads Wan2.2's second.
+    """
+    return folder if name == next(iter(parts)) else os.path.join(folder, name)
+
+
+def _write_lora(engine: "DiffusionEngine", states: dict[str, dict[str, torch.Tensor]], folder: str) -> None:
+    for name, state in states.items():
+        # peft puts the adapter's name into the key; diffusers' files do not have it. Buffers are the base model's.
+        lora = {k.replace(".default.", "."): v.contiguous() for k, v in state.items() if ".lora_" in k}
+        pipeline_class(engine.model_config.architecture).save_lora_weights(
+            _lora_folder(folder, engine.parts, name),
+            transformer_lora_layers=lora,
+            transformer_lora_adapter_metadata=engine.parts[name].peft_config["default"].to_dict(),
+        )
+
+
+def _write_full(engine: "DiffusionEngine", states: dict[str, dict[str, torch.Tensor]], folder: str) -> None:
+    from safetensors.torch import save_file
+
+    for name, state in states.items():
+        target = os.path.join(folder, name)
+        os.makedirs(target, exist_ok=True)
+        engine.parts[name].save_config(target)
+        tensors = {k: v.contiguous() for k, v in state.items()}
+        save_file(tensors, os.path.join(target, "diffusion_pytorch_model.safetensors"), metadata={"format": "pt"})
+
+
+def load_lora(model_config: DiffusionModelConfig, parts: dict[str, torch.nn.Module]) -> None:
+    """Start from LoRA weights in diffusers' format; every tensor must find its place."""
+    from peft import set_peft_model_state_dict
+
+    root = os.path.expanduser(model_config.lora_path)
+    for name, part in parts.items():
+        folder = _lora_folder(root, parts, name)
+        named = os.path.isfile(os.path.join(folder, LORA_FILE))  # diffusers looks for no name when it is offline
+        state = pipeline_class(model_config.architecture).lora_state_dict(
+            folder, use_safetensors=True, **({"weight_name": LORA_FILE} if named else {})
+        )
+        state = state[0] if isinstance(state, tuple) else state
+        mine = {k.removeprefix("transformer."): v for k, v in state.items() if k.startswith("transformer.")}
+        result = set_peft_model_state_dict(part, mine)
+        if not mine or result.unexpected_keys:
+            raise ValueError(
+                f'lora_path="{model_config.lora_path}" does not fit: unexpected {result.unexpected_keys[:3]}; '
+                f"expected LoRA tensors of rank {model_config.lora_rank} for {name}"
+            )

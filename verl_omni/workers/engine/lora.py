@@ -1,0 +1,68 @@
+"""LoRA: adapters on the trained modules, and their product folded into the weights for passes without a gradient."""
+
+from collections.abc import Iterable
+
+import torch
+
+from verl_omni.config import DiffusionModelConfig
+from verl_omni.pipelines.model_base import DiffusionModelBase
+
+
+def add_lora(
+    parts: dict[str, torch.nn.Module], model_config: DiffusionModelConfig, adapter: type[DiffusionModelBase]
+) -> None:
+    """Freeze the modules and give each its adapters, which are trained in float32 whatever the frozen dtype is."""
+    from peft import LoraConfig
+
+    targets = model_config.target_modules or adapter.lora_target_modules
+    config = LoraConfig(
+        r=model_config.lora_rank,
+        lora_alpha=model_config.lora_alpha,
+        init_lora_weights=model_config.lora_init if model_config.lora_init != "default" else True,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+    )
+    for part in parts.values():
+        part.requires_grad_(False)
+        part.add_adapter(config)
+        for parameter in part.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+        for layer in lora_layers([part]):
+            layer.cast_input_dtype_enabled = False  # autocast and FSDP choose the dtype of the computation
+
+
+def lora_layers(parts: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    from peft.tuners.lora import LoraLayer
+
+    return [m for part in parts for m in part.modules() if isinstance(m, LoraLayer)]
+
+
+class FoldedLora:
+    """A second copy of the adapted weights with W + scaling * B A in it, swapped in for a rollout.
+
+    The frozen weights themselves are never written: adding and subtracting in bfloat16 would wear them down. The copy
+    exists during a rollout only, so that an update has its memory.
+    """
+
+    def __init__(self, parts: Iterable[torch.nn.Module]):
+        self.parts = list(parts)
+        self.layers = lora_layers(self.parts)
+        self.frozen = [layer.get_base_layer().weight.data for layer in self.layers]
+
+    @staticmethod
+    def bytes_needed(parts: Iterable[torch.nn.Module]) -> int:
+        return sum(layer.get_base_layer().weight.nbytes for layer in lora_layers(parts))
+
+    @torch.no_grad()
+    def swap_in(self) -> None:
+        for layer, frozen in zip(self.layers, self.frozen, strict=True):
+            folded = frozen + layer.get_delta_weight("default").float()
+            layer.get_base_layer().weight.data = folded.to(frozen.dtype)
+        for part in self.parts:
+            part.disable_adapters()
+
+    def swap_out(self) -> None:
+        for layer, frozen in zip(self.layers, self.frozen, strict=True):
+            layer.get_base_layer().weight.data = frozen
+        for part in self.parts:
+            part.enable_adapters()

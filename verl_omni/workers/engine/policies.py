@@ -1,0 +1,72 @@
+"""Other policies than the one that is trained: the reference, an old policy, a moving average.
+
+Each is a copy of the trained parameters only (sharded as they are, optionally in CPU memory) that is swapped in for a
+while. With LoRA that is a few megabytes, and the reference is the model with its adapters off: no second model exists.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from verl.utils.device import get_torch_device
+
+from verl_omni.workers.host_memory import host_copy, local
+
+
+class Policies:
+    """`before_swap` is called before weights are exchanged: gathered copies of them would be stale."""
+
+    def __init__(
+        self,
+        parameters: dict[str, torch.nn.Parameter],
+        offload: bool = False,
+        before_swap: Callable[[], None] = lambda: None,
+    ):
+        self.parameters = parameters
+        self.offload = offload
+        self.before_swap = before_swap
+        self.copies: dict[str, dict[str, torch.Tensor]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.copies
+
+    @torch.no_grad()
+    def keep(self, name: str, offload: bool = False) -> None:
+        """Remember the weights as they are now under this name, in CPU memory if `offload` says so."""
+        copied = host_copy if self.offload or offload else torch.clone
+        self.copies[name] = {k: copied(local(p).detach()) for k, p in self.parameters.items()}
+        get_torch_device().synchronize()
+
+    @torch.no_grad()
+    def blend(self, name: str, decay: float) -> None:
+        """copy <- decay * copy + (1 - decay) * current."""
+        for key, parameter in self.parameters.items():
+            held = self.copies[name][key]
+            held.lerp_(local(parameter).to(held), 1.0 - decay)
+
+    @contextlib.contextmanager
+    def swapped_in(self, name: str) -> Iterator[None]:
+        """The named weights are the model's inside this block."""
+        self._swap(name)
+        try:
+            yield
+        finally:
+            self._swap(name)
+
+    @torch.no_grad()
+    def _swap(self, name: str) -> None:
+        self.before_swap()
+        for key, parameter in self.parameters.items():
+            held, shard = self.copies[name][key], local(parameter)
+            current = shard.detach().clone()
+            shard.copy_(held, non_blocking=True)
+            held.copy_(current, non_blocking=True)
+        get_torch_device().synchronize()
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        return self.copies
+
+    def load_state_dict(self, copies: dict[str, dict[str, torch.Tensor]]) -> None:
+        for name, tensors in copies.items():
+            for key, value in tensors.items():
+                self.copies[name][key].copy_(value)
