@@ -9,7 +9,7 @@ from pathlib import Path
 
 from e2e_runs import Run
 
-LONGEST_LINE = 400  # what a person reads at once
+LONGEST_LINE = 450  # what a person reads at once
 PATIENCE = 300  # seconds after which a run hangs
 GOODBYE = 30  # seconds that Ray's processes have for ending after the command has ended
 

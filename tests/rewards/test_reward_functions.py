@@ -208,8 +208,8 @@ def test_sync_functions_run_beside_the_event_loop():
 # ---- failures ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "0.5", {}, {"score": None}, {"reward": 1},
-                                   torch.tensor([1.0, 2.0]), np.zeros(3), [1.0]])  # fmt: skip
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), 10**400, "0.5", {}, {"score": None},
+                                   {"reward": 1}, torch.tensor([1.0, 2.0]), np.zeros(3), [1.0]])  # fmt: skip
 @pytest.mark.parametrize("many", [False, True], ids=["single", "batched"])
 def test_what_is_no_number_is_an_error(value, many):
     if many:

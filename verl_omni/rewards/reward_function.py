@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import math
 import os
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -165,9 +166,11 @@ class RewardFunction:
         score = answer.get("score")
         if getattr(score, "size", None) == 1 or isinstance(score, torch.Tensor) and score.numel() == 1:
             score = score.item()
+        if isinstance(score, int) and abs(score) > sys.float_info.max:
+            score = "an integer beyond any float"
         if not isinstance(score, int | float) or not math.isfinite(score):
             raise RewardError(
-                f"reward function {self.name} returned {score!r}: expected a finite number, or a dict with one under "
-                f'"score" (prompt: "{sample.get("prompt", "")}")'
+                f"reward function {self.name} returned {score!r:.200}: expected a finite number, or a dict with one "
+                f'under "score" (prompt: "{sample.get("prompt", "")}")'
             )
         return answer | {"score": float(score)}
