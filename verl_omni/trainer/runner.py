@@ -20,6 +20,7 @@ class TaskRunner:
     def __init__(self) -> None:
         self.role_worker_mapping: dict[Any, Any] = {}
         self.mapping: dict[Any, str] = {}
+        self.actor_class: Any = None
 
     def add_actor_rollout_worker(self, config: DictConfig) -> Any:
         """The worker that trains, generates (embedded engine) and serves as its own reference."""
@@ -30,16 +31,19 @@ class TaskRunner:
 
         self.role_worker_mapping[Role.ActorRollout] = ray.remote(DiffusionWorker)
         self.mapping[Role.ActorRollout] = "global_pool"
+        self.actor_class = DiffusionWorker
         return DiffusionWorker
 
     def add_ref_policy_worker(self, config: DictConfig, ref_policy_cls: Any) -> None:
-        """The reference lives in the actor's worker: adapters off (LoRA), or a copy of its starting weights (full)."""
-        import ray
-        from verl.trainer.ppo.utils import Role
+        """The reference lives in the actor's worker: adapters off (LoRA), or a copy of its starting weights (full).
 
-        if config.actor_rollout_ref.actor.use_kl_loss:
-            self.role_worker_mapping[Role.RefPolicy] = ray.remote(ref_policy_cls)
-            self.mapping[Role.RefPolicy] = "global_pool"
+        There is nothing to add. A runner that wants another class for it is told so, instead of being ignored.
+        """
+        if ref_policy_cls is not self.actor_class:
+            raise ValueError(
+                f"the reference lives in the worker that trains, {self.actor_class.__name__}, and has no worker of its "
+                f"own: {ref_policy_cls.__name__} would not be used"
+            )
 
     def add_reward_model_resource_pool(self, config: DictConfig) -> None:
         """Devices of their own for a reward model that is served beside the training."""
