@@ -31,7 +31,6 @@ class TaskRunner:
 
         self.role_worker_mapping[Role.ActorRollout] = ray.remote(DiffusionWorker)
         self.mapping[Role.ActorRollout] = "global_pool"
-        self.actor_class = DiffusionWorker
         return DiffusionWorker
 
     def add_ref_policy_worker(self, config: DictConfig, ref_policy_cls: Any) -> None:
@@ -39,7 +38,7 @@ class TaskRunner:
 
         There is nothing to add. A runner that wants another class for it is told so, instead of being ignored.
         """
-        if ref_policy_cls is not self.actor_class:
+        if self.actor_class not in (None, ref_policy_cls):
             raise ValueError(
                 f"the reference lives in the worker that trains, {self.actor_class.__name__}, and has no worker of its "
                 f"own: {ref_policy_cls.__name__} would not be used"
@@ -82,7 +81,7 @@ class TaskRunner:
         from verl_omni.utils.external_lib import import_external_lib
 
         import_external_lib(config.actor_rollout_ref.model.external_lib)  # this may be a process of its own
-        worker = self.add_actor_rollout_worker(config)
+        worker = self.actor_class = self.add_actor_rollout_worker(config)
         self.add_ref_policy_worker(config, worker)
         self.add_reward_model_resource_pool(config)
         train_dataset, val_dataset = load_datasets(config)
