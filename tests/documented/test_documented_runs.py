@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from e2e_runs import Run, metrics, settings
+from e2e_runs import Run, metrics, run_here, settings
 
 pytestmark = pytest.mark.timeout(1500)  # whole runs, on a machine that may be busy
 
@@ -34,13 +34,12 @@ def test_a_launcher_with_an_estimator_a_loss_an_adapter_and_a_step_of_its_own(tm
     assert "sde_type: my_sde" in written and "- my_algo" in written
 
 
-def test_only_an_adapter_and_the_cascaded_fields_pinned(tmp_path):
-    shutil.copy(HERE / "my_mix.py", tmp_path)
+def test_only_an_adapter_and_the_cascaded_fields_pinned(tmp_path, monkeypatch, process_group):
     flags = [
         "actor_rollout_ref.model.external_lib=my_mix",
         "algorithm.adv_estimator=flow_grpo",
         "actor_rollout_ref.model.algorithm=my_mix",
         "actor_rollout_ref.actor.diffusion_loss.loss_mode=flow_grpo",
     ]
-    Run(settings("run", *flags, *SHORT), tmp_path).succeed()
+    run_here(settings("run", *flags, *SHORT), tmp_path, monkeypatch)
     assert metrics(tmp_path / "run")[1]["actor/grad_norm"] > 0

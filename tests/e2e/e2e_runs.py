@@ -144,6 +144,15 @@ class Run:
         return self.output()
 
 
+def run_here(arguments: list[str], folder: Path, monkeypatch) -> None:
+    """A whole run in this process, started in that folder: where what Ray does is not the point."""
+    from verl_omni.testing.local_trainer import local_config, local_trainer
+
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    local_trainer(local_config(arguments)).fit()
+
+
 def metrics(run_dir: Path) -> dict[int, dict[str, float]]:
     """By step, without what a clock measures."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

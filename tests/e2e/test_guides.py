@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from e2e_runs import Run, metrics, settings
+from e2e_runs import metrics, run_here, settings
 
 from verl_omni.testing.tiny_random import image_vae, strengthen
 from verl_omni.testing.tiny_text import t5_encoder, t5_tokenizer
@@ -26,14 +26,13 @@ def flags(command: str) -> list[str]:
     return [flag for flag in re.findall(r"[\w.]+=\S+", command) if not flag.startswith(("PYTHONPATH", "data."))]
 
 
-@pytest.mark.parametrize("where", ["external_lib"])
-def test_a_new_algorithm(tmp_path, where):
+def test_a_new_algorithm(tmp_path, monkeypatch, process_group):
     guide = "integrating_a_new_policy_gradient_algorithm_for_diffusion_model.md"
     (code,) = blocks(guide, "python")
     (command,) = [block for block in blocks(guide, "bash") if "main_diffusion" in block]
     assert "actor_rollout_ref.model.algorithm=soft_grpo" in flags(command)
     (tmp_path / "soft_grpo.py").write_text(code)
-    Run(settings("run", *flags(command), "trainer.total_training_steps=1"), tmp_path).succeed()
+    run_here(settings("run", *flags(command), "trainer.total_training_steps=1"), tmp_path, monkeypatch)
     found = metrics(tmp_path / "run")[1]
     assert found["actor/grad_norm"] > 0
     # Ranks of four images are spread over [-1, 1]: Flow-GRPO's own estimator would go beyond.
@@ -70,7 +69,7 @@ def aura_flow_model(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_new_model(tmp_path, aura_flow_model):
+def test_a_new_model(tmp_path, aura_flow_model, monkeypatch, process_group):
     guide = "integrating_a_diffusion_model.md"
     code, check = blocks(guide, "python")
     (command,) = blocks(guide, "bash")
@@ -86,7 +85,7 @@ def test_a_new_model(tmp_path, aura_flow_model):
     assert own == ["actor_rollout_ref.model.external_lib=aura_flow"]
     more = ["actor_rollout_ref.rollout.pipeline.max_sequence_length=64", "trainer.total_training_steps=1"]
     lora = ["actor_rollout_ref.model.lora_rank=4"]
-    Run(settings("run", *own, *more, *lora, model=aura_flow_model), tmp_path).succeed()
+    run_here(settings("run", *own, *more, *lora, model=aura_flow_model), tmp_path, monkeypatch)
     found = metrics(tmp_path / "run")[1]
     assert found["actor/grad_norm"] > 0 and found["actor/first_ratio_max_dev"] <= 2e-6
     assert (tmp_path / "run/global_step_1/export/pytorch_lora_weights.safetensors").is_file()

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from e2e_runs import ROOT, Run, metrics, settings
+from e2e_runs import ROOT, metrics, run_here, settings
 
 pytestmark = pytest.mark.timeout(1500)  # a whole run, on a machine that may be busy
 
@@ -15,13 +15,13 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", GUIDE.read_text(), flags=re.S)
 
 
-def test_the_guides_file_trains(tmp_path):
+def test_the_guides_file_trains(tmp_path, monkeypatch):
     (source,) = blocks("python")
     (tmp_path / "reward_weighted.py").write_text(source)
     command = blocks("bash")[0].replace("\\\n", " ").split()
     given = [word for word in command[3:] if not word.endswith("...")]
     arguments = settings(tmp_path / "run", *given, "trainer.total_training_steps=2", "trainer.val_before_train=false")
-    Run(arguments, tmp_path).succeed()
+    run_here(arguments, tmp_path, monkeypatch)
     found = metrics(tmp_path / "run")
     assert found[1]["actor/loss"] > 0 and found[1]["actor/weight_mean"] > 0 and found[2]["actor/kl_loss"] > 0
     config = (tmp_path / "run" / "config.yaml").read_text()

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from e2e_runs import Run, metrics, prompts, settings
+from e2e_runs import Run, metrics, prompts, run_here, settings
 from PIL import Image
 from safetensors.torch import load_file
 from test_offline_pairs import write_jsonl
@@ -25,7 +25,7 @@ def exported(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
     return {f"{file.name}/{k}": v for file in files for k, v in load_file(file).items()}
 
 
-def test_nft_goes_on_from_a_checkpoint_bit_for_bit(tmp_path):
+def test_nft_goes_on_from_a_checkpoint_bit_for_bit(tmp_path, monkeypatch, capsys):
     """The old policy samples and follows slowly: had it not been saved, nothing after the resume would be the same."""
     run_dir = tmp_path / "run"
     arguments = settings(
@@ -42,19 +42,21 @@ def test_nft_goes_on_from_a_checkpoint_bit_for_bit(tmp_path):
         "trainer.val_before_train=false",
         model=tiny_checkpoint(SD3),
     )
-    Run(arguments, tmp_path).succeed()
+    run_here(arguments, tmp_path, monkeypatch)
     straight, weights = metrics(run_dir), exported(run_dir, 3)
     assert straight[3]["training/old_policy_decay"] == 0.7 and straight[3]["actor/old_distance"] > 0
     for step in (2, 3):
         shutil.rmtree(run_dir / f"global_step_{step}")
     (run_dir / "latest_checkpointed_iteration.txt").write_text("1")
-    assert "Resuming from" in Run(arguments, tmp_path).succeed()
+    assert "Resuming from" not in capsys.readouterr().out
+    run_here(arguments, tmp_path, monkeypatch)
+    assert "Resuming from" in capsys.readouterr().out
     assert metrics(run_dir) == straight
     assert all(torch.equal(value, weights[name]) for name, value in exported(run_dir, 3).items())
     assert not torch.equal(*(next(iter(exported(run_dir, step).values())) for step in (2, 3)))
 
 
-def test_awm_trains_all_weights_with_every_anchor(tmp_path):
+def test_awm_trains_all_weights_with_every_anchor(tmp_path, monkeypatch):
     extra = "actor_rollout_ref.actor.diffusion_loss.extra"
     arguments = settings(
         tmp_path / "run",
@@ -66,7 +68,7 @@ def test_awm_trains_all_weights_with_every_anchor(tmp_path):
         "trainer.total_training_steps=2",
         "actor_rollout_ref.actor.ppo_epochs=2",
     )
-    Run(arguments, tmp_path).succeed()
+    run_here(arguments, tmp_path, monkeypatch)
     found = metrics(tmp_path / "run")
     assert found[1]["actor/first_ratio_max_dev"] < 1e-5 < found[1]["actor/ratio_max_dev"]
     assert found[2]["actor/kl_loss"] > 0 and found[2]["actor/ema_kl_loss"] > 0
@@ -74,7 +76,7 @@ def test_awm_trains_all_weights_with_every_anchor(tmp_path):
     assert any(name.startswith("val-core/") for name in found[2])
 
 
-def test_online_dpo_without_any_difference_changes_nothing_and_says_so(tmp_path):
+def test_online_dpo_without_any_difference_changes_nothing_and_says_so(tmp_path, monkeypatch):
     (tmp_path / "flat.py").write_text("def compute_score(image):\n    return 0.5\n")
     arguments = settings(
         tmp_path / "run",
@@ -83,7 +85,7 @@ def test_online_dpo_without_any_difference_changes_nothing_and_says_so(tmp_path)
         "trainer.total_training_steps=1",
         "trainer.val_before_train=false",
     )
-    Run(arguments, tmp_path).succeed()
+    run_here(arguments, tmp_path, monkeypatch)
     (found,) = metrics(tmp_path / "run").values()
     assert (found["dpo/pairs"], found["dpo/groups_without_pair"], found["training/skipped_updates"]) == (0, 2, 1)
     assert "actor/grad_norm" not in found
