@@ -109,6 +109,11 @@ def users_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
 
 
+for _number in (signal.SIGINT, signal.SIGHUP):  # a shell's background job hands these on as ignored
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
+
+
 class Run:
     """One start of the command in a session of its own, so that a test can kill all of it.
 

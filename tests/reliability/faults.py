@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from e2e_runs import LEARNING, metrics, settings
 from safetensors.torch import load_file
-from watch import Run, end_of, faults_of, left_behind, lines, processes
+from watch import ALONE, GOODBYE, Run, end_of, faults_of, left_behind, lines, processes
 
 MOMENTS = Path(__file__).with_name("moments.py")
 WEIGHTS = "global_step_3/export/pytorch_lora_weights.safetensors"
@@ -83,7 +83,7 @@ def _attempt(case: Fault, folder: Path) -> dict[str, Any]:
     other = case.outside(run, folder) if case.outside else None
     code, why = end_of(run), []
     ended = time.time()
-    left = left_behind(folder)
+    left = left_behind(folder, ALONE if code == -signal.SIGKILL else GOODBYE)
     text = run.output()
     happened = json.loads((folder / "happened").read_text()) if (folder / "happened").exists() else {}
     if (case.order or case.outside) and not happened:

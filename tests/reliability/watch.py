@@ -12,6 +12,7 @@ from e2e_runs import Run
 LONGEST_LINE = 450  # what a person reads at once
 PATIENCE = 300  # seconds after which a run hangs
 GOODBYE = 30  # seconds that Ray's processes have for ending after the command has ended
+ALONE = 120  # and after it was killed, when they have to find that out for themselves
 
 # What other people's programs say when they fail: none of it is for the user of a training command.
 FOREIGN = re.compile(r"Traceback \(most recent|^\s*File \"|^\s*@ +0x|\*\*\* SIG|\[\w+ E \d|^\(\w+ pid=|^\(raylet")
@@ -49,9 +50,9 @@ def processes(folder: Path) -> Iterator[tuple[int, str]]:
             continue
 
 
-def left_behind(folder: Path) -> list[str]:
+def left_behind(folder: Path, patience: float = GOODBYE) -> list[str]:
     """Who is still there when all have had time to end; they are ended here."""
-    end = time.monotonic() + GOODBYE
+    end = time.monotonic() + patience
     while (left := list(processes(folder))) and time.monotonic() < end:
         time.sleep(0.2)
     for pid, _ in left:
