@@ -367,11 +367,11 @@ def test_names_of_the_user_and_of_the_run_do_not_meet(tmp_path):
     trainer = mock.Mock(global_step=3)
     prompts = DataProto.from_single_dict(loaded)
     sampling = {"max_sequence_length": 64, "negative_prompt": " "}
-    data = BaseRayDiffusionTrainer._rollout_batch(trainer, prompts, 2, np.arange(4), sampling)
+    data = BaseRayDiffusionTrainer._rollout_batch(trainer, prompts, 2, np.arange(4), sampling, step=3)
     output = run(data, score)
     output.non_tensor_batch["image_file"] = object_array([f"{i}.png" for i in range(4)])
-    trainer.agent_loop_manager.generate_images.return_value = (output, lambda: output)
-    _, scores = BaseRayDiffusionTrainer._draw(trainer, data, "current")
+    trainer.agent_loop_manager.start_images.return_value = lambda: (output, lambda: output)
+    _, scores = BaseRayDiffusionTrainer._draw(trainer, data, "current")()
     result = scores()
     assert sorted(seen) == [("prompt 0", 0, 99)] * 2 + [("prompt 1", 1, 99)] * 2
     assert result.non_tensor_batch["uid"].tolist() == ["3-0", "3-0", "3-1", "3-1"]

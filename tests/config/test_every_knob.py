@@ -11,12 +11,18 @@ from pathlib import Path
 
 import pytest
 import verl.trainer.ppo.reward
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+from tiny_models import tiny_checkpoint
 
 import verl_omni
 from verl_omni.config import DiffusionRolloutConfig, validation_pipeline
 from verl_omni.config.knob import Knob, check_effect, value_of, walk
 from verl_omni.config.rollout import ValPipelineConfig
-from verl_omni.config.schema import DiffusionTrainerConfig
+from verl_omni.config.schema import DiffusionTrainerConfig, register
+from verl_omni.trainer.checks.preparation import prepare_config
+
+register()
 
 KNOBS = {knob.name: knob for knob in walk(DiffusionTrainerConfig)}
 ARR = "actor_rollout_ref"
@@ -43,11 +49,18 @@ OWNERS = {
     "reward.custom_reward_function": {"reward_loop.py:custom"},
     "reward.reward_manager": {"reward.py:reward_manager_cfg"},
     "reward.reward_manager.module": {"reward.py:module_cfg"},
+    "algorithm.rollout_correction": {"rollout_correction.py:config"},
     "trainer": {"trainer"},
     "ray": {"ray"},
 }
 # Free text: it is told in the run's config.yaml and to the trackers.
 TOLD = {"recipe"}
+# Other words for a knob that is read: what they make of it is below.
+RESOLVED = {
+    "rollout.nnodes": (3, f"{ARR}.rollout.nnodes", 3),
+    "rollout.n_gpus_per_node": (2, f"{ARR}.rollout.n_gpus_per_node", 2),
+    "algorithm.rollout_correction.bypass_mode": (True, f"{ARR}.actor.old_log_probs", "rollout"),
+}
 
 
 @functools.cache
@@ -90,7 +103,21 @@ WORKING = [name for name, knob in KNOBS.items() if not knob.waits]
 VALIDATION = f"{ARR}.rollout.val_kwargs.pipeline."
 
 
-@pytest.mark.parametrize("name", [n for n in WORKING if n not in TOLD and not n.startswith(VALIDATION)])
+@pytest.mark.parametrize("name", RESOLVED)
+def test_another_word_for_a_knob_sets_it(name):
+    value, other, becomes = RESOLVED[name]
+    given = [f"{ARR}.model.path={tiny_checkpoint()}", "data.train_files=prompts.parquet", "trainer.mode=one_step_off"]
+    with initialize_config_module("verl_omni.trainer.config", version_base=None):
+        config = compose("diffusion_trainer", [*given, f"{name}={str(value).lower()}"])
+        without = compose("diffusion_trainer", given)
+    found, before = (OmegaConf.select(prepare_config(c), other) for c in (config, without))
+    assert found == becomes != before
+
+
+READ = [name for name in WORKING if name not in {*TOLD, *RESOLVED} and not name.startswith(VALIDATION)]
+
+
+@pytest.mark.parametrize("name", READ)
 def test_something_reads_it(name):
     assert is_read(name), f"nothing but checks reads {name}: make it work, or take it out of the schema"
 
@@ -139,7 +166,10 @@ def test_a_knob_is_refused_without_what_it_needs(name):
     setattr(value_of(settings, section), leaf, "something else" if wanted else None)
     with pytest.raises(ValueError, match=f"{name}=.* has no effect with {other}="):
         check_effect(settings, settings)
-    setattr(value_of(settings, section), leaf, wanted or 4)
+    while other:  # what it needs may itself need another
+        section, _, leaf = other.rpartition(".")
+        setattr(value_of(settings, section), leaf, wanted or 4)
+        other, _, wanted = (KNOBS[other].needs or "").partition("=")
     check_effect(settings, settings)
 
 

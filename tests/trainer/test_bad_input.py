@@ -166,8 +166,8 @@ CASES = {
     "folder with too long a name": (["trainer.default_local_dir={data}/" + "x" * 300], "File name too long"),
     # what would change nothing
     "servers that are not there": ([f"{A}rollout.n_gpus_per_node=2"], "hybrid_engine=false, or leave it out"),
-    "weights of steps": (["algorithm.rollout_correction.rollout_is=step"], "there is nothing to correct"),
-    "rejection": (["algorithm.rollout_correction.rollout_rs=step_k1"], "rollout_rs=step_k1: the embedded engine"),
+    "weights of steps": (["algorithm.rollout_correction.rollout_is=step"], "set actor_rollout_ref.hybrid_engine=false"),
+    "rejection": (["algorithm.rollout_correction.rollout_rs=step_k1"], "rollout_rs=step_k1 has no effect with"),
     "served reward model": (["reward.reward_model.enable=true"], "call it in a function of your own"),
     # numbers
     "height": ([f"{A}rollout.pipeline.height=40"], "height=40 is no multiple of 16 (vae_scale_factor * 2): try 32 or"),

@@ -20,6 +20,7 @@ from verl_omni.trainer.failures import users_mistake
 
 schema.register()
 ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+OFF, IS = ["trainer.mode=one_step_off"], "algorithm.rollout_correction.rollout_is=step"
 
 
 def prepared(*overrides: str, architecture: str = "QwenImagePipeline"):
@@ -121,7 +122,7 @@ def test_every_number_and_every_name_says_what_it_may_be():
         "algorithm.adv_estimator", f"{ROLLOUT}.algo.sde_type", f"{ROLLOUT}.val_kwargs.sde_type",
         f"{ROLLOUT}.pipeline.negative_prompt", f"{ROLLOUT}.val_kwargs.pipeline.negative_prompt",
         f"{ROLLOUT}.agent.default_agent_loop",
-        "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_rs",
+        "algorithm.rollout_correction.rollout_rs",
     }  # fmt: skip
     types = {name: kind for name, kind in field_types(schema.DiffusionTrainerConfig)}
     without = {k.name for k in walk(schema.DiffusionTrainerConfig) if not k.range.bounds() and k.range.choices is None}
@@ -151,8 +152,15 @@ def test_weights_of_rewards_are_numbers():
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["algorithm.rollout_correction.bypass_mode=true"], f"this is {ACTOR}.old_log_probs=rollout; leave it false"),
-        (["algorithm.rollout_correction.rollout_is_threshold=3"], "there is nothing to correct; leave it 2.0"),
+        (["algorithm.rollout_correction.bypass_mode=true"], "bypass_mode=true has no effect with"),
+        (["algorithm.rollout_correction.rollout_is_threshold=3"], "set algorithm.rollout_correction.rollout_is"),
+        (["trainer.max_staleness=0"], "max_staleness=0 has no effect with trainer.mode=colocated"),
+        (["rollout.n_gpus_per_node=2"], "n_gpus_per_node=2 is for rollout servers: set trainer.mode=separate"),
+        ([*OFF, "algorithm.rollout_correction.rollout_rs_threshold=2"], "set algorithm.rollout_correction.rollout_rs"),
+        ([*OFF, f"{ACTOR}.old_log_probs=train"], "takes the weights that learn for those that drew"),
+        ([*OFF, IS, f"{ACTOR}.old_log_probs=rollout"], "go with old_log_probs=recompute"),
+        ([*OFF, IS, f"{MODEL}.algorithm=diffusion_nft"], "is for policy gradient"),
+        ([*OFF, "rollout.nnodes=2", f"{ROLLOUT}.nnodes=3"], "are one setting"),
         (["reward.reward_model.nnodes=1"], "no reward model is served"),
         (["algorithm.adv_mode=binary"], "adv_mode=binary has no effect with algorithm.trainer_type=policy_gradient"),
         (["algorithm.old_policy_decay=0.5"], "leave it out, or set algorithm.trainer_type=direct_preference"),
@@ -298,7 +306,11 @@ def test_a_lora_file_of_another_rank(tmp_path):
 
 
 def test_good_targets_kernels_and_arguments_pass():
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Backends
+
+    before = Backends.get_active_backend()
     assert prepared(LORA, f"{MODEL}.target_modules=[to_q,img_mlp.net.2]", f"{ACTOR}.fsdp_config.attention_backend=flex")
+    assert Backends.get_active_backend() == before  # a check changes nothing for what this process computes
     assert prepared(LORA, f"{MODEL}.target_modules='.*to_q'", f"+{ROLLOUT}.engine_kwargs.prompt_cache_size=8")
     for name in OPTIMIZERS:
         assert prepared(f"{ACTOR}.optim.optimizer={name}", f"{ACTOR}.optim.lr_scheduler_type=cosine")

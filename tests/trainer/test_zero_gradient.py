@@ -25,8 +25,8 @@ class Loop(BaseRayDiffusionTrainer):
         self.saving = Saving(self.config.trainer)
         self.actor_wg, self.saved, self.logged = types.SimpleNamespace(world_size=1), [], []
 
-    def training_step(self, rows, timing):
-        metrics, rewards = self.steps[rows]
+    def training_step(self, pace, timing):
+        metrics, rewards = self.steps[next(pace.prompts)]
         batch = DataProto.from_dict(
             {"sample_level_rewards": torch.tensor(rewards)}, {"uid": object_array(["a", "a", "b", "b"])}
         )

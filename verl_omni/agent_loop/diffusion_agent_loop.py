@@ -32,6 +32,10 @@ from verl_omni.workers.rollout.trajectories import COLUMN
 AGENT_LOOPS: Registry[type["DiffusionAgentLoopBase"]] = Registry("agent loop")
 
 
+# Trajectories, and what waits for their scores.
+Drawn = tuple[DataProto, Callable[[], DataProto]]
+
+
 def register(name: str):
     """Class decorator: rows with this `agent_name` run that agent loop."""
 
@@ -348,23 +352,31 @@ class DiffusionAgentLoopManager:
                 for i in range(rollout.agent.num_workers)
             ]
 
-    def generate_images(
-        self, batch: DataProto, images_to: dict[int, str] | None = None
-    ) -> tuple[DataProto, Callable[[], DataProto]]:
-        """(trajectories, what waits for pixels and scores): the caller can go on while rewards are computed.
+    def start_images(self, batch: DataProto, images_to: dict[int, str] | None = None) -> Callable[[], Drawn]:
+        """Ask for every image at once; what comes back waits for them: (trajectories, what waits for their scores).
 
-        With `meta_info["scores_only"]` there are pixels only where the scores are still to come. `images_to` says which
+        The caller can go on while images are drawn, and again while rewards are computed. With
+        `meta_info["scores_only"]` there are pixels only where the scores are still to come. `images_to` says which
         rows' images the workers write to disk.
         """
         name = uuid.uuid4().hex
         assign(batch, self.num_servers, self.num_reward_workers, self.max_num_seqs, name)
         chunks = [c.tolist() for c in np.array_split(np.arange(len(batch)), len(self.workers)) if len(c)]
         workers = self.workers[: len(chunks)]
-        images = ray.get([w.generate_images.remote(batch[c], name) for w, c in zip(workers, chunks, strict=True)])
+        drawing = [w.generate_images.remote(batch[c], name) for w, c in zip(workers, chunks, strict=True)]
         scores_only = batch.meta_info.get("scores_only", False)
         files = [own_rows(images_to, chunk) for chunk in chunks]
-        scores = [w.collect_scores.remote(name, scores_only, f) for w, f in zip(workers, files, strict=True)]
-        return join(images), lambda: join(ray.get(scores))
+
+        def wait() -> Drawn:
+            images = ray.get(drawing)
+            scores = [w.collect_scores.remote(name, scores_only, f) for w, f in zip(workers, files, strict=True)]
+            return join(images), lambda: join(ray.get(scores))
+
+        return wait
+
+    def generate_images(self, batch: DataProto, images_to: dict[int, str] | None = None) -> Drawn:
+        """(trajectories, what waits for pixels and scores)."""
+        return self.start_images(batch, images_to)()
 
     def shutdown(self) -> None:
         for worker in self.workers:

@@ -5,7 +5,7 @@ from typing import Any
 
 from verl_omni.config.knob import knob, names_in
 
-NOTHING_TO_CORRECT = "the embedded engine samples with the weights that are trained, so there is nothing to correct"
+SERVERS = "actor_rollout_ref.hybrid_engine=false"  # the embedded engine leaves nothing to correct
 DIRECT_PREFERENCE = "algorithm.trainer_type=direct_preference"
 
 
@@ -14,22 +14,32 @@ class RolloutCorrectionConfig:
     """Correction of a mismatch between the rollout's policy and the one that is trained."""
 
     rollout_is: str | None = knob(
-        None, "importance weights for each `step` or `sequence`; null: none", waits=NOTHING_TO_CORRECT
+        None,
+        "importance weights for each `step` or `sequence` (all steps of a sample); null: none",
+        choices=names_in("verl_omni.algorithms.rollout_correction", "LEVELS"),
+        needs=SERVERS,
     )
-    rollout_is_threshold: float = knob(2.0, "weights are capped at this", above=0, waits=NOTHING_TO_CORRECT)
-    rollout_is_batch_normalize: bool = knob(False, "divide weights by their mean", waits=NOTHING_TO_CORRECT)
+    rollout_is_threshold: float = knob(
+        2.0, "weights are capped at this", above=0, needs="algorithm.rollout_correction.rollout_is"
+    )
+    rollout_is_batch_normalize: bool = knob(
+        False, "divide weights by their mean", needs="algorithm.rollout_correction.rollout_is"
+    )
     rollout_rs: str | None = knob(
         None,
-        "rejection: step_k1, seq_sum_k2, seq_mean_k3, seq_max_k2, ...; null: none",
-        waits=NOTHING_TO_CORRECT,
+        "rejection: step_k1, seq_sum_k2, seq_mean_k3, seq_max_k2, ... (several: separated by commas); null: none",
+        needs=SERVERS,
     )
     rollout_rs_threshold: Any | None = knob(
-        None, "bounds of what is kept: an upper bound, or [lower, upper]", above=0, waits=NOTHING_TO_CORRECT
+        None,
+        "bounds of what is kept: an upper bound, or (k1) [lower, upper]",
+        above=0,
+        needs="algorithm.rollout_correction.rollout_rs",
     )
     bypass_mode: bool = knob(
         False,
         "take the rollout's own log-probabilities as the old ones; recompute nothing",
-        waits="with the embedded engine this is actor_rollout_ref.actor.old_log_probs=rollout",
+        needs=SERVERS,
     )
 
 

@@ -108,6 +108,19 @@ class TrainerConfig:
         "any of console, jsonl, tensorboard, wandb, ...",
         choices=names_in("verl_omni.report.tracking", "known_backends"),
     )
+    mode: str = knob(
+        "colocated",
+        "colocated (rollout in the training workers; with hybrid_engine=false: separate), separate (rollout servers, "
+        "in turn with training), one_step_off (servers draw the samples of the next step while this one is learned)",
+        choices=names_in("verl_omni.trainer.diffusion.pace", "PACES"),
+    )
+    max_staleness: int | None = knob(
+        None,
+        "one_step_off: training steps that samples may be behind, 0 or 1; 0 draws in turn; null: 1",
+        least=0,
+        most=1,
+        needs="trainer.mode=one_step_off",
+    )
     total_epochs: int = knob(1, "passes over the training prompts", least=1)
     total_training_steps: int | None = knob(None, "training steps; null: total_epochs", least=1)
     val_before_train: bool = knob(True, "validate before the first step")
@@ -143,6 +156,14 @@ class TrainerConfig:
 
 
 @dataclass
+class RolloutPoolConfig:
+    """Short names of the settings of rollout servers."""
+
+    n_gpus_per_node: int | None = knob(None, "the same as actor_rollout_ref.rollout.n_gpus_per_node", least=1)
+    nnodes: int | None = knob(None, "the same as actor_rollout_ref.rollout.nnodes", least=1)
+
+
+@dataclass
 class RayConfig:
     num_cpus: int | None = knob(None, "CPUs that Ray may count on; null: all", least=1)
     address: str | None = knob(None, "a running Ray cluster; null: start one here")
@@ -156,6 +177,7 @@ class DiffusionTrainerConfig:
     algorithm: DiffusionAlgoConfig = knob(DiffusionAlgoConfig, "")
     reward: RewardConfig = knob(RewardConfig, "")
     trainer: TrainerConfig = knob(TrainerConfig, "")
+    rollout: RolloutPoolConfig = knob(RolloutPoolConfig, "")
     ray: RayConfig = knob(RayConfig, "")
     recipe: str | None = knob(None, "free text: what this run is")
 

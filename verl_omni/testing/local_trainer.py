@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from verl.protocol import DataProto
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
-from verl_omni.agent_loop.diffusion_agent_loop import DiffusionAgentLoopWorker, assign
+from verl_omni.agent_loop.diffusion_agent_loop import DiffusionAgentLoopWorker, Drawn, assign
 from verl_omni.config.keys import with_plus
 from verl_omni.data.loading import load_datasets
 from verl_omni.rewards.reward_loop import RewardLoopWorker
@@ -94,9 +94,11 @@ class _LocalAgentLoops:
     def __init__(self, worker: DiffusionAgentLoopWorker):
         self.worker, self.loop = worker, asyncio.new_event_loop()
 
-    def generate_images(
-        self, batch: DataProto, images_to: dict[int, str] | None = None
-    ) -> tuple[DataProto, Callable[[], DataProto]]:
+    def start_images(self, batch: DataProto, images_to: dict[int, str] | None = None) -> Callable[[], Drawn]:
+        """Nothing goes on beside this process: the images are drawn when they are waited for."""
+        return lambda: self.generate_images(batch, images_to)
+
+    def generate_images(self, batch: DataProto, images_to: dict[int, str] | None = None) -> Drawn:
         name = uuid.uuid4().hex
         assign(batch, 1, 1, self.worker.config.actor_rollout_ref.rollout.max_num_seqs, name)
         images = self.loop.run_until_complete(self.worker.generate_images(batch, name))

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from verl_omni.workers.engine.module import quiet_loading
 from verl_omni.workers.engine.registry import engine_class
 from verl_omni.workers.first_ratio import ROLLOUT_RATIO, ROLLOUT_RATIO_MEAN, check_first_ratio
 from verl_omni.workers.losses import build_loss_function
-from verl_omni.workers.old_log_probs import choose_old_log_probs
+from verl_omni.workers.old_log_probs import OldLogProbs, choose_old_log_probs
 from verl_omni.workers.process_group import join_process_group
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.trajectories import TrajectoryStore, ship
@@ -71,12 +72,7 @@ class DiffusionWorker(Worker):
         self.engine.micro_batch_size = self.actor_config.ppo_micro_batch_size_per_gpu
         self.loss_function = build_loss_function(self.actor_config)
         self.engine.rows_per_unit = self.loss_function.loss_fn.rows_per_unit
-        self.old_log_probs = None
-        if "log_probs" in self.loss_function.loss_fn.required_model_output_keys:
-            setting = self.actor_config.old_log_probs
-            self.old_log_probs = choose_old_log_probs(setting, self.engine.rounds_like_rollout)
-            if self.rank == 0:
-                print(f"Old log-probabilities: {self.old_log_probs.source} ({self.old_log_probs.why}).", flush=True)
+        self.old_log_probs: OldLogProbs | None = None
         self.anchors = anchor_policies(self.model_config.algorithm, self.actor_config)
         self.peak_flops = peak_flops()
         self.flop_meter = FlopMeter(self.engine.parts.values()) if self.peak_flops else None
@@ -188,7 +184,8 @@ class DiffusionWorker(Worker):
         outputs = {k: v.unflatten(0, steps) for k, v in outputs.items()}
         if self.trajectories.holds(data):
             self.trajectories.add(data, outputs)
-            return DataProto.from_dict({"sample_id": data.batch["sample_id"]})
+            small = {k: v.cpu() for k, v in outputs.items() if k == "old_log_probs"}
+            return DataProto.from_dict({"sample_id": data.batch["sample_id"], **small})
         return DataProto.from_dict({k: v.cpu() for k, v in outputs.items()})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -199,28 +196,29 @@ class DiffusionWorker(Worker):
     @names_memory_knobs("update")
     def update_actor(self, data: DataProto) -> dict[str, float]:
         """All optimizer steps of one rollout; `num_mini_batches` and `epochs` are in the batch's meta_info."""
-        epochs = data.meta_info["epochs"]
+        epochs, stale = data.meta_info["epochs"], data.meta_info.get("stale", False)
+        old = self._choose_old_log_probs(stale)
         minis = [self.engine.before_update(mini, self.anchors) for mini in self._mini_batches(data)]
         history = []
         with self.engine.train_mode():
-            own = self.old_log_probs is not None and self.old_log_probs.source == "train"
+            own = old is not None and old.source == "train"
             if own:
                 self._recompute_old(minis if epochs > 1 else minis[1:])
             for epoch in range(epochs):
                 for i, mini in enumerate(minis):
                     first = epoch == 0 and i == 0
                     self.loss_function.on_policy, self.loss_function.compares_rollout = first and own, first
-                    if not first:
+                    if stale or not first:
                         mini.pop("uncond_velocity", None)  # the weights have moved
-                    check = self._check_first_ratio if first else None
+                    check = self._check_first_ratio if first and not stale else None
                     history.append(self.engine.train_batch(mini, self.loss_function, check)["metrics"])
         apart = {f"actor/{k}": history[0].pop(k) for k in (ROLLOUT_RATIO, ROLLOUT_RATIO_MEAN) if k in history[0]}
         metrics = {f"actor/{k}": reduce_history(k, [h[k] for h in history]) for k in history[0]}
         metrics |= apart
         if "ratio_max_dev" in history[0]:  # before the first update rollout and training agree
             metrics["actor/first_ratio_max_dev"] = history[0]["ratio_max_dev"]
-        if self.old_log_probs is not None:
-            metrics[f"actor/old_log_probs_from_{self.old_log_probs.source}"] = 1.0
+        if old is not None:
+            metrics[f"actor/old_log_probs_from_{old.source}"] = 1.0
         self._count_flops("update_actor")
         if self.rollout is not None:
             metrics |= {f"timing_s/gen_{phase}": s for phase, s in self.rollout.take_seconds().items()}
@@ -251,6 +249,17 @@ class DiffusionWorker(Worker):
     def _count_flops(self, stage: str) -> None:
         if self.flop_meter is not None:
             self.flops[stage] = self.flop_meter.take()
+
+    def _choose_old_log_probs(self, stale: bool) -> OldLogProbs | None:
+        """What this update compares with, said once and whenever it changes; None for a loss that has no use for it."""
+        if "log_probs" not in self.loss_function.loss_fn.required_model_output_keys:
+            return None
+        setting = self.actor_config.old_log_probs
+        chosen = choose_old_log_probs(setting, self.engine.rounds_like_rollout, same_weights=not stale)
+        if chosen != self.old_log_probs and self.rank == 0:
+            print(f"Old log-probabilities: {chosen.source} ({chosen.why}).", file=sys.stderr, flush=True)  # to run.log
+        self.old_log_probs = chosen
+        return chosen
 
     def _check_first_ratio(self, metrics: dict[str, float]) -> None:
         """Where another policy than the trained one samples, nothing is known about the ratio."""

@@ -15,10 +15,15 @@ SOURCES = {
 }
 
 
-def choose_old_log_probs(setting: str | None, same_arithmetic: bool) -> OldLogProbs:
-    """`setting` is `actor_rollout_ref.actor.old_log_probs`; null chooses what makes the first ratio exactly 1."""
+def choose_old_log_probs(setting: str | None, same_arithmetic: bool, same_weights: bool = True) -> OldLogProbs:
+    """`setting` is `actor_rollout_ref.actor.old_log_probs`; null chooses what makes the first ratio exactly 1.
+
+    Where other weights drew the samples, the ratio is to those.
+    """
     if setting is not None:
         return OldLogProbs(setting, f"actor_rollout_ref.actor.old_log_probs={setting}")
+    if not same_weights:
+        return OldLogProbs("rollout", "earlier weights drew the samples, and ratios are to those")
     if same_arithmetic:
         return OldLogProbs("rollout", "the same weights in the same arithmetic drew the samples")
     return OldLogProbs("train", "the rollout's kernels round differently from those of training")

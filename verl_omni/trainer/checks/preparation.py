@@ -15,6 +15,7 @@ from verl_omni.algorithms.registry import (
     get_diffusion_loss_fn,
     resolve_algorithm_defaults,
 )
+from verl_omni.algorithms.rollout_correction import check_correction, is_on
 from verl_omni.config import DiffusionPipelineConfig, validation_pipeline
 from verl_omni.config.algorithm import DiffusionAlgoConfig
 from verl_omni.config.keys import check_keys_of
@@ -62,7 +63,37 @@ def _fill(settings: DiffusionTrainerConfig) -> DiffusionTrainerConfig:
         f.name: f.default for f in dataclasses.fields(DiffusionAlgoConfig) if f.default is not dataclasses.MISSING
     }
     settings.algorithm = fill_nulls(settings.algorithm, {**defaults, **chosen}, f'algorithm "{algorithm.name}"')
+    _fill_placement(settings)
+    _fill_old_log_probs(settings)
     return settings
+
+
+def _fill_old_log_probs(settings: DiffusionTrainerConfig) -> None:
+    """A correction compares the rollout's log-probabilities with recomputed ones; bypassing it takes the rollout's."""
+    actor, correction = settings.actor_rollout_ref.actor, settings.algorithm.rollout_correction
+    asked = "recompute" if is_on(correction) else "rollout" if correction.bypass_mode else None
+    if asked is None:
+        return
+    if actor.old_log_probs not in (None, asked):
+        knobs = "rollout_is and rollout_rs" if asked == "recompute" else "bypass_mode"
+        raise ValueError(
+            f"actor_rollout_ref.actor.old_log_probs={actor.old_log_probs}: {knobs} of algorithm.rollout_correction go "
+            f"with old_log_probs={asked}; leave one of the two out"
+        )
+    actor.old_log_probs = asked
+
+
+def _fill_placement(settings: DiffusionTrainerConfig) -> None:
+    """One idea in the words of several documents: who draws, where, and when."""
+    arr, trainer = settings.actor_rollout_ref, settings.trainer
+    for name in ("n_gpus_per_node", "nnodes"):
+        short, long = getattr(settings.rollout, name), getattr(arr.rollout, name)
+        if short is not None and long not in (None, short):
+            raise ValueError(f"rollout.{name}={short} and actor_rollout_ref.rollout.{name}={long} are one setting")
+        setattr(arr.rollout, name, long if short is None else short)
+    if not arr.hybrid_engine and trainer.mode == "colocated":
+        trainer.mode = "separate"
+    arr.hybrid_engine = trainer.mode == "colocated"
 
 
 def _check(settings: DiffusionTrainerConfig) -> None:
@@ -84,6 +115,12 @@ def _check(settings: DiffusionTrainerConfig) -> None:
         _check_size(f"actor_rollout_ref.rollout.{where}pipeline", pipeline, adapter, arr.model)
         _check_reads(f"actor_rollout_ref.rollout.{where}pipeline", pipeline, adapter, arr.model)
     _check_placement(settings)
+    if is_on(correction := settings.algorithm.rollout_correction) or correction.bypass_mode:
+        if settings.algorithm.trainer_type != "policy_gradient":
+            raise ValueError(
+                "algorithm.rollout_correction is for policy gradient: direct preference has no log-probabilities"
+            )
+        check_correction(correction)
     _check_numbers(settings)
     check_workers(settings)
 
@@ -123,14 +160,22 @@ def _check_placement(settings: DiffusionTrainerConfig) -> None:
     """Settings of rollout servers are for runs that have some."""
     arr = settings.actor_rollout_ref
     if not arr.hybrid_engine and settings.algorithm.sample_source == "offline":
-        raise ValueError("actor_rollout_ref.hybrid_engine=false: cached pairs need no rollout servers; leave it true")
+        raise ValueError(
+            f"trainer.mode={settings.trainer.mode} (actor_rollout_ref.hybrid_engine=false): cached pairs need no "
+            "rollout servers; leave it out"
+        )
     for name in ("n_gpus_per_node", "nnodes"):
         value = getattr(arr.rollout, name)
         if arr.hybrid_engine and value is not None:
             raise ValueError(
-                f"actor_rollout_ref.rollout.{name}={value} is for rollout servers: set "
-                "actor_rollout_ref.hybrid_engine=false, or leave it out"
+                f"actor_rollout_ref.rollout.{name}={value} is for rollout servers: set trainer.mode=separate "
+                "(actor_rollout_ref.hybrid_engine=false) or one_step_off, or leave it out"
             )
+    if settings.trainer.mode == "one_step_off" and arr.actor.old_log_probs == "train":
+        raise ValueError(
+            "actor_rollout_ref.actor.old_log_probs=train takes the weights that learn for those that drew the samples, "
+            "which trainer.mode=one_step_off does not have: leave it null, or set rollout or recompute"
+        )
 
 
 def _check_guidance(settings: DiffusionTrainerConfig, adapter: type[DiffusionModelBase]) -> None:

@@ -147,10 +147,13 @@ def check_targets(targets: Any, part: torch.nn.Module) -> None:
 
 
 def check_attention(part: torch.nn.Module, backend: str) -> None:
+    from diffusers.models.attention_dispatch import attention_backend
+
     from verl_omni.workers.engine.compile.attention import choose_attention
 
     try:
-        choose_attention(part, backend)
+        with attention_backend("native"):  # diffusers makes a model's choice that of the whole process
+            choose_attention(part, backend)
     except (ImportError, RuntimeError) as error:  # a package that is missing
         raise ValueError(f"{FSDP}.attention_backend={backend}: {error}") from error
 

@@ -37,6 +37,7 @@ from verl_omni.trainer.diffusion.diffusion_metric_utils import (
 )
 from verl_omni.trainer.diffusion.experience import Experience, new_experience, places
 from verl_omni.trainer.diffusion.ordering import minibatch_order
+from verl_omni.trainer.diffusion.pace import PACES, Pace, staleness
 from verl_omni.trainer.diffusion.resuming import Start, plan_start
 from verl_omni.trainer.diffusion.rollouts import EmbeddedRollouts, ServerRollouts
 from verl_omni.trainer.diffusion.saving import Saving, is_due
@@ -153,29 +154,31 @@ class BaseRayDiffusionTrainer:
 
     # ---- sampling ------------------------------------------------------------------------------------
 
-    def _rollout_batch(self, batch: DataProto, n: int, seeds: Sequence[int], sampling: dict[str, Any]) -> DataProto:
+    def _rollout_batch(
+        self, batch: DataProto, n: int, seeds: Sequence[int], sampling: dict[str, Any], step: int
+    ) -> DataProto:
         """`n` requests a prompt, each with its seed."""
-        batch.non_tensor_batch["uid"] = object_array([f"{self.global_step}-{i}" for i in range(len(batch))])
+        batch.non_tensor_batch["uid"] = object_array([f"{step}-{i}" for i in range(len(batch))])
         batch = batch.repeat(repeat_times=n, interleave=True)
         batch.non_tensor_batch["seed"] = object_array(list(seeds))
         batch.meta_info["sampling_params"] = sampling
         return batch
 
-    def _training_requests(self, prompts: DataProto, sampling: dict[str, Any]) -> DataProto:
+    def _training_requests(self, prompts: DataProto, sampling: dict[str, Any], step: int) -> DataProto:
         """`rollout.n` requests a prompt with the rollout's settings, each with a seed of its own."""
         rollout = self.settings.actor_rollout_ref.rollout
         groups = len(prompts)
-        seeds = derive_seeds(rollout.seed, "rollout", self.global_step, count=groups * rollout.n)
+        seeds = derive_seeds(rollout.seed, "rollout", step, count=groups * rollout.n)
         sampling = dataclasses.asdict(rollout.pipeline) | {
             "noise_level": rollout.algo.noise_level,
             "sde_type": rollout.algo.sde_type,
             "keep_trajectory": True,
             **sampling,
         }
-        batch = self._rollout_batch(prompts, rollout.n, seeds, sampling)
+        batch = self._rollout_batch(prompts, rollout.n, seeds, sampling, step)
         batch.meta_info["scores_only"] = True  # nobody looks at the pixels: the model learns from latents
         if rollout.algo.same_initial_noise:
-            starts = derive_seeds(rollout.seed, "initial noise", self.global_step, count=groups)
+            starts = derive_seeds(rollout.seed, "initial noise", step, count=groups)
             batch.non_tensor_batch["init_seed"] = object_array([seed for seed in starts for _ in range(rollout.n)])
         return batch
 
@@ -189,21 +192,30 @@ class BaseRayDiffusionTrainer:
 
     def _draw(
         self, batch: DataProto, policy: str, images_to: dict[int, str] | None = None
-    ) -> tuple[DataProto, Callable[[], DataProto]]:
-        """(samples, what waits for their rewards): rewards go on while the model does other work."""
+    ) -> Callable[[], tuple[DataProto, Callable[[], DataProto]]]:
+        """Begin to draw with the weights as they are now; what comes back waits for (samples, what waits for rewards).
+
+        Rewards go on while the model does other work.
+        """
         self.rollouts.begin(policy, self.global_step)
-        output, collect = self.agent_loop_manager.generate_images(batch, images_to)
-        self.rollouts.end()
+        wait = self.agent_loop_manager.start_images(batch, images_to)
 
-        def scores() -> DataProto:
-            result = collect()
-            if "rm_scores" not in result.batch.keys():
-                scored = DataProto.from_dict({"responses": result.batch["responses"]}, dict(batch.non_tensor_batch))
-                result = result.union(self.reward_loop_manager.compute_rm_score(scored))
-            result.non_tensor_batch = {**batch.non_tensor_batch, **result.non_tensor_batch}
-            return result
+        def drawn() -> tuple[DataProto, Callable[[], DataProto]]:
+            output, collect = wait()
+            self.rollouts.end()
 
-        return output, scores
+            def scores() -> DataProto:
+                result = collect()
+                if "rm_scores" not in result.batch.keys():
+                    pixels = {"responses": result.batch["responses"]}
+                    scored = DataProto.from_dict(pixels, dict(batch.non_tensor_batch))
+                    result = result.union(self.reward_loop_manager.compute_rm_score(scored))
+                result.non_tensor_batch = {**batch.non_tensor_batch, **result.non_tensor_batch}
+                return result
+
+            return output, scores
+
+        return drawn
 
     def validate(self) -> dict[str, float]:
         """Score the validation prompts with the same seeds every time, and keep the images."""
@@ -223,11 +235,11 @@ class BaseRayDiffusionTrainer:
         for rows in self.val_loader:
             batch = DataProto.from_single_dict(rows)
             seeds = range(val.seed + start, val.seed + start + len(batch) * val.n)  # as a user counts them
-            batch = self._rollout_batch(batch, val.n, seeds, sampling)
+            batch = self._rollout_batch(batch, val.n, seeds, sampling, self.global_step)
             batch.meta_info["scores_only"] = True  # who draws the images writes them
             files = {i: str(folder / f"{start + i:05d}") for i in range(len(batch)) if limit < 0 or start + i < limit}
             start += len(seeds)
-            output, scores = self._draw(batch, policy, files)
+            output, scores = self._draw(batch, policy, files)()
             outputs.append(side_by_side(output, scores()))
             outputs[-1].meta_info = {}  # times, which differ; verl joins only what is equal
         joined = DataProto.concat(outputs)
@@ -241,7 +253,7 @@ class BaseRayDiffusionTrainer:
         checkpointing.check_room(self.run_dir, self.actor_wg.checkpoint_bytes()[0])
         with checkpointing.publish(self.run_dir, self.global_step, self.record, keep) as folder:
             self.actor_wg.save_checkpoint(str(folder), self.global_step)
-            (folder / TRAINER).write_text(json.dumps({"data": self.train_loader.state_dict()}))
+            (folder / TRAINER).write_text(json.dumps({"data": self.pace.data_state()}))
             if not self.saving.is_asked_for(self.global_step, last):
                 self.saving.mark(folder)
         self.saving.saved(self.run_dir, self.global_step)
@@ -327,7 +339,7 @@ class BaseRayDiffusionTrainer:
         return ", ".join(["Done: all of the run is in " + str(self.run_dir), *found])
 
     def _train(self, tracking: Tracking) -> None:
-        batches, zero_gradients = iter(self.train_loader), ZeroGradients()
+        self.pace, zero_gradients = PACES[self.config.trainer.mode](self), ZeroGradients()
         shown = {"total": self.total_steps, "initial": self.global_step, "desc": "training", "unit": "step"}
         with tqdm(**shown, file=terminal()) as bar:
             while self.global_step < self.total_steps and not stop_requested():
@@ -337,7 +349,7 @@ class BaseRayDiffusionTrainer:
                 if profiled:
                     self.actor_wg.start_profile()
                 with timer(timing, "step"):
-                    batch, metrics = self.training_step(next(batches), timing)
+                    batch, metrics = self.training_step(self.pace, timing)
                 if profiled:
                     self.actor_wg.stop_profile(str(self.run_dir))
                 self.global_step += 1
@@ -349,6 +361,7 @@ class BaseRayDiffusionTrainer:
                     and self.online
                     and is_due(self.global_step, self.config.trainer.test_freq, last)
                 ):
+                    self.pace.settle()
                     with timer(timing, "testing"):
                         metrics |= self.validate()
                 metrics |= compute_mfu_metrics(metrics, timing)
@@ -372,18 +385,24 @@ class BaseRayDiffusionTrainer:
             if self.stopped and self.saving.misses(self.global_step):  # the signal came just after the question
                 self.save_checkpoint()
 
-    def training_step(self, rows: dict[str, Any], timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
-        """One step on one batch of prompts: (the batch with its rewards, metrics)."""
+    def training_step(self, pace: Pace, timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
+        """One step on the next experience: (the batch with its rewards, metrics)."""
         with timer(timing, "gen"):
-            experience = self.sample(DataProto.from_single_dict(rows))
+            experience = pace.next()
         batch, metrics = self.learn(experience, timing)
+        if pace.overlaps:
+            metrics |= staleness(self.global_step, batch.non_tensor_batch["version"])
         if self.online:
             self.actor_wg.release(experience.name)
             batch.non_tensor_batch.pop(COLUMN, None)  # what Ray stores goes with the last reference
         return batch, metrics
 
     def sample(self, prompts: DataProto) -> Experience:
-        """Draw samples for one training step. It knows of the loss only what that declares to need."""
+        """Draw samples for the next training step. It knows of the loss only what that declares to need."""
+        return self.start_sampling(prompts, self.global_step)()
+
+    def start_sampling(self, prompts: DataProto, step: int) -> Callable[[], Experience]:
+        """Begin to draw samples for the training step after `step` others; what comes back waits for them."""
         raise NotImplementedError
 
     def learn(self, experience: Experience, timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
@@ -398,24 +417,24 @@ class BaseRayDiffusionTrainer:
         batch.batch["sample_level_rewards"] = batch.batch["rm_scores"][:, 0]
         return batch
 
-    def _seed(self, purpose: str) -> int:
-        """What the trainer draws at this step: a seed for each purpose."""
-        return derive_seed(self.config.trainer.seed, purpose, self.global_step)
+    def _seed(self, purpose: str, step: int | None = None) -> int:
+        """What the trainer draws at this step, or at another: a seed for each purpose."""
+        return derive_seed(self.config.trainer.seed, purpose, self.global_step if step is None else step)
 
-    def _training_order(self, rows: int, samples_per_prompt: int) -> torch.Tensor:
-        """Row order of this step's update: the same mini-batches whatever the number of ranks."""
+    def _training_order(self, rows: int, samples_per_prompt: int, step: int) -> torch.Tensor:
+        """Row order of a step's update: the same mini-batches whatever the number of ranks."""
         actor = self.config.actor_rollout_ref.actor
         return minibatch_order(
             rows // samples_per_prompt,
             samples_per_prompt,
             rows // (actor.ppo_mini_batch_size * samples_per_prompt),
             self.actor_wg.world_size,
-            seed=self._seed("mini-batches") if actor.shuffle else None,
+            seed=self._seed("mini-batches", step) if actor.shuffle else None,
         )
 
-    def _update_actor(self, batch: DataProto, samples_per_prompt: int) -> dict[str, float]:
-        """Optimizer steps over a batch that is in training order."""
+    def _update_actor(self, batch: DataProto, samples_per_prompt: int, stale: bool) -> dict[str, float]:
+        """Optimizer steps over a batch that is in training order; `stale`: earlier weights drew it."""
         actor = self.config.actor_rollout_ref.actor
         minis = len(batch) // (actor.ppo_mini_batch_size * samples_per_prompt)
-        batch.meta_info = {"num_mini_batches": minis, "epochs": actor.ppo_epochs}
+        batch.meta_info = {"num_mini_batches": minis, "epochs": actor.ppo_epochs, "stale": stale}
         return self.actor_wg.update_actor(batch)[0]

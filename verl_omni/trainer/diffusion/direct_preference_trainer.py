@@ -1,6 +1,7 @@
 """Direct preference: DPO, DiffusionNFT, AWM."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,14 +56,19 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
 
     # ---- samples -------------------------------------------------------------------------------------
 
-    def sample(self, prompts: DataProto) -> Experience:
+    def start_sampling(self, prompts: DataProto, step: int) -> Callable[[], Experience]:
         """Images by the ODE from the policy that the algorithm names, or the pairs of the data set themselves."""
         if not self.online:
-            return self._cached_pairs(prompts)
-        batch = self._training_requests(prompts, {})
+            return lambda: self._cached_pairs(prompts)
+        batch = self._training_requests(prompts, {}, step)
         name = self._place(batch)
-        output, scores = self._draw(batch, self.algorithm.rollout_policy)
-        return Experience(name, version=self.global_step, batch=output, collect=scores)
+        drawn, version = self._draw(batch, self.algorithm.rollout_policy), self.global_step
+
+        def experience() -> Experience:
+            output, scores = drawn()
+            return Experience(name, version=version, batch=output, collect=scores)
+
+        return experience
 
     def _cached_pairs(self, pairs: DataProto) -> Experience:
         """Chosen and rejected samples of the data set, adjacent; their order or their scores are the rewards."""

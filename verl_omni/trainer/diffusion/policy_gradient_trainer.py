@@ -1,10 +1,13 @@
 """Policy gradient: FlowGRPO and its relatives."""
 
+from collections.abc import Callable
+
 import torch
 from verl.protocol import DataProto
 
 from verl_omni.algorithms.advantages import weighted_rewards
 from verl_omni.algorithms.registry import estimate_advantages
+from verl_omni.algorithms.rollout_correction import correction_weights, is_on
 from verl_omni.config.algorithm import DiffusionAlgoConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.schedulers.windows import sde_window
@@ -27,10 +30,17 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
         keys = self.loss_function.loss_fn.data_keys(self.settings.actor_rollout_ref.actor)
         batch = experience.batch
         batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+        correction, corrected = self.settings.algorithm.rollout_correction, {}
         if self.settings.actor_rollout_ref.actor.old_log_probs == "recompute":
             with timer(timing, "old_log_prob"):
-                batch = experience.batch = batch.union(self.actor_wg.compute_log_prob(self._for_training(batch)))
+                recomputed = self.actor_wg.compute_log_prob(self._for_training(batch))
+            batch.batch["old_log_probs"] = recomputed.batch["old_log_probs"]
             keys = (*keys, "rollout_log_probs")  # to be compared with, still
+            weights, corrected = correction_weights(
+                batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], correction
+            )
+            if is_on(correction):
+                batch.batch["rollout_is_weights"] = weights
         if self.loss_function.needs_reference:
             with timer(timing, "ref"):
                 experience.batch = batch.union(self.actor_wg.compute_ref_log_prob(self._for_training(batch)))
@@ -53,41 +63,50 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
             # By sample, not by row: the order of rows depends on the number of ranks, the update must not.
             batch.batch["train_steps"] = drawn[batch.batch["sample_id"]]
         with timer(timing, "update_actor"):
-            metrics = self._update_actor(self._for_training(batch, keys), self.config.actor_rollout_ref.rollout.n)
-        return batch, metrics
+            stale = experience.version != self.global_step
+            metrics = self._update_actor(
+                self._for_training(batch, keys), self.config.actor_rollout_ref.rollout.n, stale
+            )
+        return batch, metrics | corrected
 
     @property
     def _guided(self) -> bool:
         model = self.settings.actor_rollout_ref.model
         return DiffusionModelBase.get_class(model).cfg_scale(model) > 1
 
-    def sample(self, prompts: DataProto) -> Experience:
+    def start_sampling(self, prompts: DataProto, step: int) -> Callable[[], Experience]:
         """Trajectories in training order; each is drawn, where that can be, by the rank that will train on it."""
         rollout = self.settings.actor_rollout_ref.rollout
         algo, model = rollout.algo, self.settings.actor_rollout_ref.model
         steps = DiffusionModelBase.get_class(model).num_steps(model)
         actor = self.settings.actor_rollout_ref.actor
         keep = {
-            "keep_uncond": self._guided and actor.reuse_uncond,
+            # of the weights that draw: of no use to others
+            "keep_uncond": self._guided and actor.reuse_uncond and step == self.global_step,
             "keep_means": "old_prev_sample_mean" in self.loss_function.loss_fn.data_keys(actor),
         }
-        batch = self._training_requests(prompts, keep)
-        windows = [sde_window(algo, steps, self.global_step, rollout.seed, group) for group in range(len(prompts))]
+        batch = self._training_requests(prompts, keep, step)
+        windows = [sde_window(algo, steps, step, rollout.seed, group) for group in range(len(prompts))]
         batch.non_tensor_batch["sde_window"] = object_array(
             [(w.start, w.stop) for w in windows for _ in range(rollout.n)]
         )
-        order = self._training_order(len(batch), rollout.n)
+        order = self._training_order(len(batch), rollout.n, step)
         ranks = torch.empty(len(batch), dtype=torch.long)
         ranks[order] = torch.arange(len(batch)) * self.actor_wg.world_size // len(batch)
         name = self._place(batch, ranks.tolist())
-        output, scores = self._draw(batch, self.algorithm.rollout_policy)
-        output.batch["sample_id"] = torch.arange(len(output))
-        return Experience(
-            name,
-            version=self.global_step,
-            batch=output[order],
-            collect=lambda: scores().select(batch_keys=["rm_scores"])[order],
-        )
+        drawn, version = self._draw(batch, self.algorithm.rollout_policy), self.global_step
+
+        def experience() -> Experience:
+            output, scores = drawn()
+            output.batch["sample_id"] = torch.arange(len(output))
+            return Experience(
+                name,
+                version=version,
+                batch=output[order],
+                collect=lambda: scores().select(batch_keys=["rm_scores"])[order],
+            )
+
+        return experience
 
     def _for_training(self, batch: DataProto, keys: tuple[str, ...] = ()) -> DataProto:
         """Only the tensors that the workers need: no images, no second copy of anything."""

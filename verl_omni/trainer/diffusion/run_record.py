@@ -21,6 +21,8 @@ MAY_CHANGE = (
     *("trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir", "trainer.logger"),
     *("trainer.total_*", "trainer.val_*", "trainer.test_freq", "trainer.save_*", "trainer.max_ckpt_to_keep"),
     *("trainer.log_val_images", "trainer.nnodes", "trainer.n_gpus_per_node", "trainer.device", "trainer.profile_step"),
+    *("trainer.mode", "trainer.max_staleness", "rollout.*", f"{ARR}hybrid_engine"),
+    *(f"{ARR}rollout.n_gpus_per_node", f"{ARR}rollout.nnodes"),
     *("data.val_*", "reward.num_workers", "reward.batch_size", "reward.timeout", "ray.*", "recipe"),
     *(f"{ARR}model.external_lib", f"{ARR}model.enable_gradient_checkpointing", f"{ARR}ref.*"),
     *(f"{ARR}actor.optim.{name}" for name in ("lr", "lr_*", "total_training_steps", "fused")),
