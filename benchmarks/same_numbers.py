@@ -66,11 +66,18 @@ def differences(before: Path, after: Path) -> dict[str, list[str]]:
             continue
         one, other = (numbers(side) for side in sides)
         result[run] = [
-            f"{name}: {one.get(name, 'absent')} -> {other.get(name, 'absent')}"
-            for name in dict.fromkeys([*one, *other])
-            if one.get(name) != other.get(name)
+            f"{name}: {value} -> {other.get(name, 'absent')}" for name, value in one.items() if value != other.get(name)
         ]
     return result
+
+
+def additions(before: Path, after: Path) -> list[str]:
+    """Metrics that the later runs have in addition: a new one changes none that was there."""
+    found = set()
+    for path in before.glob("*/metrics.jsonl"):
+        one, other = numbers(path.parent), numbers(after / path.parent.name)
+        found |= {name.split(" ")[-1] for name in other.keys() - one.keys()}
+    return sorted(found)
 
 
 def main() -> None:
@@ -95,6 +102,8 @@ def main() -> None:
         print(f"{name}: {'the same' if not different else f'{len(different)} differ'}")
         for line in different[:5]:
             print(f"    {line}")
+    if not any(found.values()) and (new := additions(options.before, options.after)):
+        print(f"new: {', '.join(new)}")
     sys.exit(any(found.values()))
 
 

@@ -60,8 +60,9 @@ def processes_die() -> list[Fault]:
         died("training worker, SIGTERM in an update", order("update", "DiffusionWorker", SIGTERM), "run"),
         died("reward process, kill -9", order("rewards", "RewardLoopWorker", SIGKILL), "reward"),
         died("agent-loop process, kill -9", order("rollout", "DiffusionAgentLoopWorker", SIGKILL), "agent"),
-        died("Ray's raylet, kill -9", order("update", "raylet/raylet", SIGKILL)),
-        died("Ray's server (GCS), kill -9", order("update", "gcs_server", SIGKILL)),
+        # Early: a short run may end before Ray notices.
+        died("Ray's raylet, kill -9", order("loading", "raylet/raylet", SIGKILL, -1)),
+        died("Ray's server (GCS), kill -9", order("loading", "gcs_server", SIGKILL, -1)),
         died("training worker out of memory (no page more)", {"at": "update", "after": 1, "do": "starve"}),
         Fault(theme, "training worker killed by Ray's memory monitor", says=("memory",),
               env={"RAY_memory_usage_threshold": "0.01", "RAY_memory_monitor_refresh_ms": "100"}),

@@ -62,6 +62,13 @@ def worker_environment(device: str, workers_per_node: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // workers_per_node))}
 
 
+def busy_at_once(config: DictConfig, here: int) -> int:
+    """Of `here` processes on a node that train or draw, how many compete for its cores with those that do the other."""
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    overlap = trainer.mode == "one_step_off" and trainer.max_staleness != 0
+    return trainer.n_gpus_per_node + (rollout.n_gpus_per_node or 1) if overlap else here
+
+
 def start_ray(config: DictConfig) -> None:
     """Connect to `ray.address`, or start a Ray of our own: on loopback, and closed to all who do not know its token."""
     import ray

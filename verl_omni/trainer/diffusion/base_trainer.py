@@ -46,7 +46,7 @@ from verl_omni.trainer.diffusion.zero_gradient import ZeroGradients
 from verl_omni.trainer.failures import know
 from verl_omni.trainer.interrupts import stop_requested
 from verl_omni.trainer.progress import progress, tell, timer
-from verl_omni.trainer.resources import rendezvous_ports, worker_environment
+from verl_omni.trainer.resources import busy_at_once, rendezvous_ports, worker_environment
 from verl_omni.trainer.run_log import terminal
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.seeds import derive_seed, derive_seeds
@@ -118,7 +118,9 @@ class BaseRayDiffusionTrainer:
             resource_pool=pool,
             ray_cls_with_init=actor,
             device_name=self.device_name,
-            worker_env=worker_environment(self.device_name, self.config.trainer.n_gpus_per_node),
+            worker_env=worker_environment(
+                self.device_name, busy_at_once(self.config, self.config.trainer.n_gpus_per_node)
+            ),
             master_port_range=rendezvous_ports(),
         )
         know("model worker", self.actor_wg.workers)

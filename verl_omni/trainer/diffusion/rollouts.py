@@ -5,7 +5,7 @@ from typing import Any
 import ray
 from omegaconf import DictConfig
 
-from verl_omni.trainer.resources import worker_environment
+from verl_omni.trainer.resources import busy_at_once, worker_environment
 from verl_omni.workers.rollout.diffusers_server import DiffusersServer
 
 
@@ -44,7 +44,7 @@ class ServerRollouts:
         per_node, nodes = rollout.n_gpus_per_node or 1, rollout.nnodes or 1
         if device == "cuda":
             check_devices(actor_wg.world_size, per_node * nodes, int(ray.cluster_resources().get("GPU", 0)))
-        threads = worker_environment(device, per_node)
+        threads = worker_environment(device, busy_at_once(config, per_node))
         server = ray.remote(DiffusersServer).options(
             num_cpus=1, num_gpus=1 if device == "cuda" else 0, runtime_env={"env_vars": threads}
         )

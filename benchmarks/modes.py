@@ -1,0 +1,72 @@
+"""Placement side by side: how long a step takes in each `trainer.mode`, with one core for training and one for rollout.
+
+    python -m benchmarks.modes --out outputs/modes [--steps 12]
+
+The quickstart's model and prompts, with more denoising steps than are trained, so that drawing and learning take about
+equally long; the reward is brightness, which costs nothing. Every process computes with one thread: what a mode gains
+is then gained by doing two things at once, not by using more cores for one. Prints a table in Markdown.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+EQUALLY_LONG = [
+    f"{ROLLOUT}.pipeline.num_inference_steps=10",
+    f"{ROLLOUT}.algo.sde_window_size=3",
+    f"{ROLLOUT}.algo.sde_window_range=[0,9]",
+    f"reward.custom_reward_function.path={Path(__file__).with_name('brightness.py')}",
+    "trainer.val_before_train=false",
+    "trainer.test_freq=0",
+    "trainer.save_freq=0",
+    "trainer.resume_mode=disable",
+]
+MODES = ("colocated", "separate", "one_step_off")
+WARM_UP = 2  # steps that are not counted
+
+
+def stages(run_dir: Path) -> dict[str, float]:
+    """Median seconds of the steps after the first ones."""
+    rows = [json.loads(line)["data"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "timing_s/step" in row][WARM_UP:]
+    names = ("step", "gen", "gen_images", "update_actor")
+    return {name: statistics.median(row[f"timing_s/{name}"] for row in rows) for name in names}
+
+
+def table(found: dict[str, dict[str, float]]) -> str:
+    """Against `separate`, where the two take turns on the same devices."""
+    lines = ["| mode | s a step | drawing | waiting for it | update | against separate |", "|---|---|---|---|---|---|"]
+    for mode, s in found.items():
+        ratio = f"{s['step'] / found['separate']['step']:.2f}" if "separate" in found else ""
+        lines.append(
+            f"| {mode} | {s['step']:.2f} | {s['gen_images']:.2f} | {s['gen']:.2f} | {s['update_actor']:.2f} | {ratio} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--steps", type=int, default=12, help="training steps of each (%(default)s)")
+    parser.add_argument("--only", nargs="+", choices=MODES, default=MODES)
+    options = parser.parse_args()
+    from verl_omni.quickstart.__main__ import training_command
+
+    found = {}
+    for mode in options.only:
+        folder = options.out / mode
+        given = [*EQUALLY_LONG, f"trainer.mode={mode}", f"trainer.total_training_steps={options.steps}"]
+        command = training_command(options.out, folder, given)
+        print(f"{mode} ...", file=sys.stderr, flush=True)
+        subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=sys.stderr, check=True)
+        found[mode] = stages(folder)
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()
