@@ -36,6 +36,7 @@ from verl_omni.trainer.diffusion.diffusion_metric_utils import (
     compute_timing_metrics_diffusion,
 )
 from verl_omni.trainer.diffusion.experience import Experience, new_experience, places
+from verl_omni.trainer.diffusion.idle import Balance, shares
 from verl_omni.trainer.diffusion.ordering import minibatch_order
 from verl_omni.trainer.diffusion.pace import PACES, Pace, staleness
 from verl_omni.trainer.diffusion.resuming import Start, plan_start
@@ -342,6 +343,7 @@ class BaseRayDiffusionTrainer:
 
     def _train(self, tracking: Tracking) -> None:
         self.pace, zero_gradients = PACES[self.config.trainer.mode](self), ZeroGradients()
+        balance = Balance(self.actor_wg.world_size, len(self.rollouts.servers) if self.pace.overlaps else 0)
         shown = {"total": self.total_steps, "initial": self.global_step, "desc": "training", "unit": "step"}
         with tqdm(**shown, file=terminal()) as bar:
             while self.global_step < self.total_steps and not stop_requested():
@@ -356,6 +358,10 @@ class BaseRayDiffusionTrainer:
                     self.actor_wg.stop_profile(str(self.run_dir))
                 self.global_step += 1
                 metrics |= compute_data_metrics_diffusion(batch)
+                if self.pace.overlaps:
+                    metrics |= shares(timing)
+                    if line := balance.see(timing):
+                        print(line, flush=True)
                 stalled = zero_gradients.see(metrics, self.global_step)
                 last = stalled or self.global_step == self.total_steps
                 if (

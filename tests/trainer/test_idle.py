@@ -1,0 +1,39 @@
+"""Which side waits, and how many devices would balance them."""
+
+import pytest
+
+from verl_omni.trainer.diffusion.idle import STEPS, Balance, shares
+
+
+def timing(drawing: float, learning: float) -> dict[str, float]:
+    """Of a step that learns while the next samples are drawn: it lasts as long as the slower of the two."""
+    step = max(drawing, learning)
+    return {"step": step, "gen": step - learning, "gen_images": drawing}
+
+
+def said(drawing: float, learning: float, training: int = 1, rollout: int = 1) -> list[str]:
+    balance = Balance(training, rollout)
+    return [line for _ in range(3 * STEPS) if (line := balance.see(timing(drawing, learning)))]
+
+
+def test_shares_of_a_step():
+    assert shares(timing(2.0, 1.0)) == {"idle/training": 0.5, "idle/rollout": 0.0}
+    assert shares(timing(1.0, 4.0)) == {"idle/training": 0.0, "idle/rollout": 0.75}
+
+
+@pytest.mark.parametrize(("drawing", "learning"), [(1.0, 1.0), (1.0, 0.7), (0.7, 1.0)])
+def test_nothing_is_said_where_both_are_busy(drawing, learning):
+    assert said(drawing, learning) == []
+
+
+def test_a_side_that_waits_is_named_once_with_what_would_balance():
+    (line,) = said(drawing=3.0, learning=1.0)
+    assert line.startswith("training waits for rollout 67% of the time: with 3 rollout devices for each that trains")
+    assert "(now 1)" in line
+    (line,) = said(drawing=1.0, learning=4.0, training=2, rollout=2)
+    assert line.startswith("rollout waits for training 75% of the time: with 0.25 rollout devices")
+
+
+def test_devices_in_that_ratio_take_equally_long():
+    """Work is seconds times devices: three times as many draw, in a third of the time."""
+    assert said(drawing=3.0 / 3, learning=1.0, training=1, rollout=3) == []
