@@ -64,7 +64,7 @@ def processes_die() -> list[Fault]:
         died("Ray's raylet, kill -9", order("loading", "raylet/raylet", SIGKILL, -1)),
         died("Ray's server (GCS), kill -9", order("loading", "gcs_server", SIGKILL, -1)),
         died("training worker out of memory (no page more)", {"at": "update", "after": 1, "do": "starve"}),
-        Fault(theme, "training worker killed by Ray's memory monitor", says=("memory",),
+        Fault(theme, "less free memory than Ray's monitor allows", says=("memory", "RAY_memory_usage_threshold"),
               env={"RAY_memory_usage_threshold": "0.01", "RAY_memory_monitor_refresh_ms": "100"}),
     ]  # fmt: skip
 
@@ -77,7 +77,7 @@ def rewards() -> list[Fault]:
 
     return [
         bad("hangs (reward.timeout=10)", "hang", "10", arguments=limit, again=limit),
-        bad("calls sys.exit", "sys.exit", "exit"),
+        bad("calls sys.exit", "sys.exit", "SystemExit"),
         bad("raises KeyboardInterrupt", "KeyboardInterrupt", "KeyboardInterrupt"),
         Fault(theme, "ends its process (os._exit)", {"at": "rewards", "after": 1, "do": "os._exit"}, says=("reward",)),
         Fault(theme, "crashes (segmentation fault)", {"at": "rewards", "after": 1, "do": "crash"}, says=("reward",)),

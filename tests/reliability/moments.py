@@ -67,11 +67,14 @@ def mine() -> list[int]:
 
 
 def starve(order: dict) -> None:
-    """No more memory for this process than it has."""
+    """No more memory for this process than it has, and then it asks for more."""
     import resource
+
+    import torch
 
     pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**20,) * 2)
+    torch.ones(2**28)
 
 
 def fill(order: dict) -> None:

@@ -85,10 +85,24 @@ def start_ray(config: DictConfig) -> None:
     # Ray's switch for machines that are no part of a cluster. Its variable is read on import, which is too early.
     clustered, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:
+        check_memory()
         # "local": whatever RAY_ADDRESS says, and whatever else runs here.
         ray.init(address="local", **ray_arguments(config))
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = clustered
+
+
+def check_memory() -> None:
+    """Ray ends processes on a machine that is full, and starts them again: a run would wait for them for ever."""
+    from ray._private.utils import get_system_memory, get_used_memory
+
+    limit = float(os.environ.get("RAY_memory_usage_threshold", 0.95))
+    used, there = get_used_memory(), get_system_memory()
+    if used > limit * there:
+        raise ValueError(
+            f"{used / 2**30:.1f} of {there / 2**30:.1f} GiB of this machine's memory are in use, more than the "
+            f"{limit:.0%} above which Ray ends processes: free some, or raise RAY_memory_usage_threshold"
+        )
 
 
 def check_answers(address: str, seconds: float = 25) -> None:
