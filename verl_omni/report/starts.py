@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import verl_omni
+from verl_omni.utils.masking import masked_argument
 
 FILE = "starts.jsonl"
 
@@ -41,8 +42,8 @@ def read_starts(run_dir: str | Path) -> list[dict[str, Any]]:
 
 
 def typed_command() -> str:
-    """The command of this process, as one would type it again."""
-    return shlex.join(["python", *sys.orig_argv[1:]])
+    """The command of this process, as one would type it again, but for keys and passwords."""
+    return shlex.join(["python", *map(masked_argument, sys.orig_argv[1:])])
 
 
 def commit(folder: Path) -> str | None:

@@ -8,6 +8,8 @@ import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
+from verl_omni.utils.masking import masked_argument
+
 _terminal: TextIO | None = None
 
 
@@ -46,7 +48,8 @@ def open_run_log(folder: str | Path) -> None:
     _terminal = _terminal or os.fdopen(os.dup(2), "w", buffering=1)
     os.dup2(log, 2)
     os.close(log)
-    print(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(sys.orig_argv)}", file=sys.stderr, flush=True)
+    command = shlex.join(map(masked_argument, sys.orig_argv))
+    print(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} {command}", file=sys.stderr, flush=True)
 
 
 def keep_daemons_quiet() -> None:

@@ -50,6 +50,7 @@ from verl_omni.trainer.progress import progress, tell, timer
 from verl_omni.trainer.resources import busy_at_once, rendezvous_ports, worker_environment
 from verl_omni.trainer.run_log import terminal
 from verl_omni.utils.arrays import object_array
+from verl_omni.utils.masking import masked
 from verl_omni.utils.seeds import derive_seed, derive_seeds
 from verl_omni.workers.losses import build_loss_function
 from verl_omni.workers.rollout.trajectories import COLUMN
@@ -287,7 +288,7 @@ class BaseRayDiffusionTrainer:
             if self.config.trainer.val_only or not start.changed:
                 return
             path = path.with_name(f"config.step_{start.step}.yaml")
-        OmegaConf.save(self.config, path, resolve=True)
+        OmegaConf.save(OmegaConf.create(masked(OmegaConf.to_container(self.config, resolve=True))), path)
 
     # ---- the loop ------------------------------------------------------------------------------------
 
@@ -307,7 +308,7 @@ class BaseRayDiffusionTrainer:
             self.run_dir,
             trainer.project_name,
             trainer.experiment_name,
-            config=OmegaConf.to_container(self.config, resolve=True),
+            config=masked(OmegaConf.to_container(self.config, resolve=True)),
             resumed_step=start.step if start.source else None,
             total_steps=self.total_steps,
             only_adds=trainer.val_only,

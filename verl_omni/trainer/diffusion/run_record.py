@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_omni.config.knob import walk
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.utils.external_lib import module_names
+from verl_omni.utils.masking import masked
 
 ARR = "actor_rollout_ref."
 # Knobs that do not change what is learned, or that people change on purpose in the middle of a run. They are named
@@ -49,7 +50,7 @@ WHOLE_BYTES, PIECES, PIECE_BYTES = 2**24, 128, 2**16
 def describe(config: DictConfig) -> dict[str, Any]:
     """Every knob with its value, and a digest of what files hold: plain data for JSON."""
     settings = {name: _plain(OmegaConf.select(config, name)) for name, *_ in walk(DiffusionTrainerConfig)}
-    settings = {name: value for name, value in settings.items() if not _any(NOT_COMPARED, name)}
+    settings = masked({name: value for name, value in settings.items() if not _any(NOT_COMPARED, name)})
     content = {name: digest(settings[name]) for name in CONTENT}
     content[f"{ARR}model.external_lib"] = digest(_module_files(settings[f"{ARR}model.external_lib"]))
     return json.loads(json.dumps({"settings": settings, "content": content}))
