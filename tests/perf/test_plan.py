@@ -1,0 +1,62 @@
+"""From the stage times of one run to those of others: closed formulas, and one command."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from verl_omni.perf.plan import Work, read_work, table
+
+
+def write_run(folder, mode="colocated", training=1, rollout=None, drawing=6.0, learning=2.0, steps=5):
+    """A run whose stages took so long; its first steps took far longer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "trainer": {"mode": mode, "n_gpus_per_node": training, "nnodes": 1},
+        "actor_rollout_ref": {"rollout": {"n_gpus_per_node": rollout, "nnodes": None}},
+    }
+    (folder / "config.yaml").write_text(json.dumps(config))
+    lines = []
+    for step in range(1, steps + 1):
+        slow = 50.0 if step <= 2 else 0.0
+        wait = max(0.0, drawing - learning) if mode == "one_step_off" else drawing
+        data = {"timing_s/step": learning + wait + slow, "timing_s/gen": wait, "timing_s/gen_images": drawing}
+        lines.append(json.dumps({"step": step, "data": data}))
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("mode", "training", "rollout", "drawing", "learning"),
+    [("colocated", 4, None, 3.0, 1.0), ("separate", 2, 3, 4.0, 2.0), ("one_step_off", 1, 4, 3.0, 4.0)],
+)
+def test_work_is_seconds_times_devices_in_every_mode(tmp_path, mode, training, rollout, drawing, learning):
+    """The same work, shared out in three ways: 12 device-seconds of drawing and 4 of learning."""
+    work = read_work(write_run(tmp_path / "run", mode, training, rollout, drawing, learning))
+    assert (work.drawing, work.learning) == (12, 4)
+    assert work.predict("colocated", 8, 0) == 2
+    assert work.predict("separate", 2, 6) == 4
+    assert work.predict("one_step_off", 2, 6) == 2 and work.predict("one_step_off", 4, 4) == 3
+    assert work.predict(mode, training, rollout or 0) == pytest.approx(work.step)
+
+
+def test_the_best_split_is_marked():
+    text = table(Work(drawing=12, learning=4, mode="colocated", training=1, rollout=0, step=16), 4)
+    assert text.count("**") == 4  # all four in turn, and one that trains beside three that draw, take equally long
+    assert "| colocated | 4 | – | **4.00** |" in text and "| one_step_off | 1 | 3 | **4.00** |" in text
+    assert "| one_step_off | 3 | 1 | 12.00 |" in text and "| separate | 2 | 2 | 8.00 |" in text
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "verl_omni.cli.main", *arguments], capture_output=True, text=True)
+
+
+def test_the_command(tmp_path):
+    done = command("plan", str(write_run(tmp_path / "run")), "--devices", "2")
+    assert done.returncode == 0 and "| one_step_off | 1 | 1 | 6.00 |" in done.stdout, done.stderr
+    done = command("plan", str(tmp_path / "nothing"))
+    assert done.returncode != 0
+    assert done.stderr == f"error: {tmp_path}/nothing is no run folder: it has no metrics.jsonl\n"
+    short = write_run(tmp_path / "short", steps=2)
+    assert "3 or more are needed" in command("plan", str(short)).stderr
