@@ -162,5 +162,5 @@ def metrics(run_dir: Path) -> dict[int, dict[str, float]]:
     """By step, without what a clock measures."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == sorted({line["step"] for line in lines})
-    timed = ("timing", "perf/")
+    timed = ("timing", "perf/", "idle/")
     return {line["step"]: {k: v for k, v in line["data"].items() if not k.startswith(timed)} for line in lines}

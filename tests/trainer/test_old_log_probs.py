@@ -13,16 +13,18 @@ def compute_score(image):
 
 
 @pytest.mark.parametrize(
-    ("setting", "same_arithmetic", "source", "why"),
+    ("setting", "same_arithmetic", "same_weights", "source", "why"),
     [
-        (None, True, "rollout", "same arithmetic"),
-        (None, False, "train", "round differently"),
-        ("rollout", False, "rollout", "old_log_probs=rollout"),
-        ("recompute", True, "recompute", "old_log_probs=recompute"),
+        (None, True, True, "rollout", "same arithmetic"),
+        (None, False, True, "train", "round differently"),
+        (None, True, False, "rollout", "earlier weights drew"),
+        (None, False, False, "recompute", "in kernels that round differently"),
+        ("rollout", False, False, "rollout", "old_log_probs=rollout"),
+        ("recompute", True, True, "recompute", "old_log_probs=recompute"),
     ],
 )
-def test_the_choice_says_why(setting, same_arithmetic, source, why):
-    chosen = choose_old_log_probs(setting, same_arithmetic)
+def test_the_choice_says_why(setting, same_arithmetic, same_weights, source, why):
+    chosen = choose_old_log_probs(setting, same_arithmetic, same_weights)
     assert chosen.source == source and why in chosen.why
 
 

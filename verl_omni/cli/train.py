@@ -69,9 +69,18 @@ def main() -> None:
         # Checks load torch and read the data: before anything else, say that there is something going on.
         print(f"verl-omni {verl_omni.__version__}: checking the settings, the data and the reward", file=sys.stderr)
     check_override_names(sys.argv[1:])
-    sys.argv[1:] = [with_plus(argument) for argument in sys.argv[1:]]
+    sys.argv[1:] = [with_plus(argument) for argument in without_documented_path(sys.argv[1:])]
     with hydra_errors.in_one_line(sys.argv[1:]):
         _hydra_main()
+
+
+def without_documented_path(arguments: list[str]) -> list[str]:
+    """Documents type `--config-path=config`, the folder of our own recipes, where Hydra looks anyway."""
+    kept = [argument for argument in arguments if argument not in ("--config-path=config", "-cp=config")]
+    for i in range(len(kept) - 1):
+        if kept[i] in ("--config-path", "-cp") and kept[i + 1] == "config":
+            return kept[:i] + kept[i + 2 :]
+    return kept
 
 
 def print_help() -> None:

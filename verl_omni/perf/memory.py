@@ -27,6 +27,7 @@ KNOBS = {
         f"set {ROLLOUT}.vae_tiling=true",
     ],
     "reference pass": [f"lower {REF}.log_prob_micro_batch_size_per_gpu", ENCODERS, OPTIMIZER, REFERENCE],
+    "old log-probabilities": [f"lower {ACTOR}.ppo_micro_batch_size_per_gpu", ENCODERS, OPTIMIZER],
     "update": [
         f"lower {ACTOR}.ppo_micro_batch_size_per_gpu",
         f"set {MODEL}.enable_gradient_checkpointing=true",

@@ -14,6 +14,7 @@ WORDS = {
     "step": "training",
     "gen": "rollout",
     "ref": "reference pass",
+    "old_log_prob": "old log-probabilities",
     "reward": "rewards",
     "adv": "advantages",
     "update_actor": "update",

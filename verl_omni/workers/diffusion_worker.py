@@ -152,10 +152,13 @@ class DiffusionWorker(Worker):
     # ---- training ------------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @names_memory_knobs("old log-probabilities")
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Log-probabilities of the stored steps under the policy as it is now, and means if the loss asks for them."""
+        # The update compares with these: in the kernels of its own graph, where others would round differently.
         with self.engine.eval_mode():
-            output = self.engine.infer_batch(self._batch(data))["model_output"]
+            output = self.engine.infer_batch(self._batch(data), training_graph=not self.engine.rounds_like_rollout)
+        output = output["model_output"]
         self._count_flops("old_log_prob")
         found = {"old_log_probs": output["log_probs"]}
         if "old_prev_sample_mean" in self.loss_function.loss_fn.data_keys(self.actor_config):
@@ -204,6 +207,10 @@ class DiffusionWorker(Worker):
             own = old is not None and old.source == "train"
             if own:
                 self._recompute_old(minis if epochs > 1 else minis[1:])
+            elif old is not None and old.source == "recompute" and "rollout_log_probs" not in minis[0]:
+                for mini in minis:  # nobody has done it before
+                    mini["rollout_log_probs"] = mini["old_log_probs"]
+                self._recompute_old(minis)
             for epoch in range(epochs):
                 for i, mini in enumerate(minis):
                     first = epoch == 0 and i == 0

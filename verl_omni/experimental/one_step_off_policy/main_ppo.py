@@ -3,7 +3,8 @@
     python -m verl_omni.experimental.one_step_off_policy.main_ppo --config-name one_step_off_ppo_diffusion_trainer \\
         actor_rollout_ref.model.path=... data.train_files=... trainer.n_gpus_per_node=4 rollout.n_gpus_per_node=4
 
-Both `--config-path=config` and `--config-name` may be left out.
+Both `--config-path=config` and `--config-name` may be left out. With a recipe of your own the mode is this one too,
+unless you set `trainer.mode`.
 """
 
 import sys
@@ -16,20 +17,13 @@ NAME = "one_step_off_ppo_diffusion_trainer"
 
 
 def with_config(arguments: list[str]) -> list[str]:
-    """The arguments of the ordinary command: this folder's recipes can be named, and this mode's is the default."""
-    kept, skip = [], False
-    for argument in arguments:
-        if skip or argument in ("--config-path", "-cp"):
-            skip = not skip
-        elif not argument.startswith("--config-path="):  # documents give the folder of this file
-            kept.append(argument)
-    named = any(argument.split("=")[0] in ("--config-name", "-cn") for argument in kept)
-    elsewhere = any(argument.split("=")[0] in ("--config-dir", "-cd") for argument in kept)
-    return [
-        *([] if elsewhere else ["--config-dir", str(CONFIG)]),
-        *([] if named else ["--config-name", NAME]),
-        *kept,
-    ]
+    """The arguments of the ordinary command: this folder's recipe can be named and is the default, as is its mode."""
+    kept = train.without_documented_path(arguments)
+    given = {argument.split("=")[0] for argument in kept}
+    if not given & {"--config-dir", "-cd"}:
+        name = [] if given & {"--config-name", "-cn"} else ["--config-name", NAME]
+        kept = ["--config-dir", str(CONFIG), *name, *kept]
+    return kept if "trainer.mode" in given else [*kept, "trainer.mode=one_step_off"]
 
 
 def main() -> None:

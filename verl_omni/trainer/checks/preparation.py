@@ -4,10 +4,12 @@ Everything here happens before a worker starts, so that a mistake costs seconds.
 """
 
 import dataclasses
+import inspect
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_omni.algorithms.forward_process import anchor_policies
 from verl_omni.algorithms.registry import (
     fill_nulls,
     get_algorithm,
@@ -121,6 +123,12 @@ def _check(settings: DiffusionTrainerConfig) -> None:
                 "algorithm.rollout_correction is for policy gradient: direct preference has no log-probabilities"
             )
         check_correction(correction)
+        loss_fn = get_diffusion_loss_fn(loss.loss_mode)
+        if is_on(correction) and "rollout_is_weights" not in inspect.signature(loss_fn.compute_loss).parameters:
+            raise ValueError(
+                f"algorithm.rollout_correction would change nothing: {loss_fn.__name__}.compute_loss takes no "
+                "rollout_is_weights"
+            )
     _check_numbers(settings)
     check_workers(settings)
 
@@ -171,7 +179,14 @@ def _check_placement(settings: DiffusionTrainerConfig) -> None:
                 f"actor_rollout_ref.rollout.{name}={value} is for rollout servers: set trainer.mode=separate "
                 "(actor_rollout_ref.hybrid_engine=false) or one_step_off, or leave it out"
             )
-    if settings.trainer.mode == "one_step_off" and arr.actor.old_log_probs == "train":
+    if settings.trainer.mode != "one_step_off" or settings.trainer.max_staleness == 0:
+        return
+    if "old_velocity" in anchor_policies(arr.model.algorithm, arr.actor):
+        raise ValueError(
+            f"trainer.mode=one_step_off: {arr.model.algorithm} compares with the policy that drew the samples, which "
+            "has moved on when they are learned from: set trainer.mode=separate or colocated"
+        )
+    if arr.actor.old_log_probs == "train":
         raise ValueError(
             "actor_rollout_ref.actor.old_log_probs=train takes the weights that learn for those that drew the samples, "
             "which trainer.mode=one_step_off does not have: leave it null, or set rollout or recompute"

@@ -28,15 +28,20 @@ def check_workers(settings: DiffusionTrainerConfig) -> None:
     check_trackers(trainer)
     check_folder(trainer)
     check_optimizer(arr.actor.optim)
+    servers = not arr.hybrid_engine
     ranks, size = trainer.nnodes * trainer.n_gpus_per_node, arr.actor.fsdp_config.fsdp_size
     if size != -1 and ranks % size:
         raise ValueError(
             f"{FSDP}.fsdp_size={size} does not divide the {ranks} ranks (trainer.nnodes * n_gpus_per_node)"
         )
-    for name, works in (("fold_lora", arr.model.lora_rank > 0), ("compile_ahead", True)):
-        if getattr(arr.actor.fsdp_config, name) and not (works and ranks == 1):
-            why = f"over the {ranks} ranks" if works else "without LoRA (model.lora_rank=0)"
-            raise ValueError(f"{FSDP}.{name}=true does nothing {why}: leave it null")
+    idle = {
+        "fold_lora": {"without LoRA (model.lora_rank=0)": arr.model.lora_rank == 0, "beside rollout servers": servers},
+        "compile_ahead": {},
+    }
+    for name, reasons in idle.items():
+        for why, holds in (reasons | {f"over the {ranks} ranks": ranks > 1}).items():
+            if getattr(arr.actor.fsdp_config, name) and holds:
+                raise ValueError(f"{FSDP}.{name}=true does nothing {why}: leave it null")
     if settings.algorithm.sample_source == "online":
         check_engine_arguments(arr.rollout)
     check_model(arr.model, arr.actor.fsdp_config)

@@ -370,12 +370,13 @@ class BaseRayDiffusionTrainer:
                     and self.online
                     and is_due(self.global_step, self.config.trainer.test_freq, last)
                 ):
-                    self.pace.settle()
+                    with timer(timing, "gen"):
+                        self.pace.settle()
                     with timer(timing, "testing"):
                         metrics |= self.validate()
                 metrics |= compute_mfu_metrics(metrics, timing)
                 metrics |= compute_timing_metrics_diffusion(timing, len(batch))
-                metrics |= compute_throughput_metrics_diffusion(batch, timing, self.actor_wg.world_size)
+                metrics |= compute_throughput_metrics_diffusion(batch, timing, self._devices)
                 metrics["training/global_step"] = self.global_step
                 tracking.log(metrics, step=self.global_step)
                 # After the line is written: a run that goes on from this checkpoint keeps all lines up to it.
@@ -394,12 +395,18 @@ class BaseRayDiffusionTrainer:
             if self.stopped and self.saving.misses(self.global_step):  # the signal came just after the question
                 self.save_checkpoint()
 
+    @property
+    def _devices(self) -> int:
+        """That train, and that draw where those are others."""
+        separate = self.online and not self.config.actor_rollout_ref.hybrid_engine
+        return self.actor_wg.world_size + (len(self.rollouts.servers) if separate else 0)
+
     def training_step(self, pace: Pace, timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
         """One step on the next experience: (the batch with its rewards, metrics)."""
         with timer(timing, "gen"):
             experience = pace.next()
         batch, metrics = self.learn(experience, timing)
-        if pace.overlaps:
+        if not self.config.actor_rollout_ref.hybrid_engine:
             metrics |= staleness(self.global_step, batch.non_tensor_batch["version"])
         if self.online:
             self.actor_wg.release(experience.name)

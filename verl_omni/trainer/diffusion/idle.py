@@ -8,7 +8,7 @@ def shares(timing: dict[str, float]) -> dict[str, float]:
     """`idle/training` and `idle/rollout`, of the step: training waits for samples, servers for the next weights."""
     step = timing["step"]
     drawing = min(timing["gen_images"], step)
-    return {"idle/training": timing["gen"] / step, "idle/rollout": 1 - drawing / step}
+    return {"idle/training": (timing["gen"] + timing.get("reward", 0.0)) / step, "idle/rollout": 1 - drawing / step}
 
 
 class Balance:
@@ -21,7 +21,8 @@ class Balance:
 
     def see(self, timing: dict[str, float]) -> str | None:
         """The line, if it is time for it."""
-        work = {"learning": timing["step"] - timing["gen"], "drawing": timing["gen_images"]}
+        waiting = timing["gen"] + timing.get("reward", 0.0)
+        work = {"learning": timing["step"] - waiting, "drawing": timing["gen_images"]}
         self.seen.append(shares(timing) | work)
         if self.said or len(self.seen) <= STEPS:  # the first step is not like the others
             return None

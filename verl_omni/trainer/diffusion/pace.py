@@ -36,18 +36,16 @@ class Pace:
 class OneStepOff(Pace):
     """While step k is learned, the samples of step k + 1 are drawn, with the weights from before step k."""
 
-    overlaps = True
-
     def __init__(self, trainer: "BaseRayDiffusionTrainer"):
         super().__init__(trainer)
+        self.overlaps = trainer.config.trainer.max_staleness != 0
         self.ahead: _Ahead | None = None
         self._before: dict[str, Any] = {}
 
     def next(self) -> Experience:
         experience = (self.ahead or self._start(self.trainer.global_step)).experience
         following = self.trainer.global_step + 1
-        ahead = self.trainer.config.trainer.max_staleness != 0 and following < self.trainer.total_steps
-        self.ahead = self._start(following) if ahead else None
+        self.ahead = self._start(following) if self.overlaps and following < self.trainer.total_steps else None
         return experience
 
     def _start(self, step: int) -> "_Ahead":
