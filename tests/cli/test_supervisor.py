@@ -110,8 +110,15 @@ def test_a_run_that_is_over_and_does_not_end(tmp_path):
     assert code == 1 and said.startswith("error: the reward failed; nothing was saved yet")
 
 
+def test_a_driver_that_ends_without_a_word(tmp_path):
+    """Ray's own code does that to a process that has lost its cluster."""
+    code, said = Watched(tmp_path, "import os; os._exit(1)", step=3).end()
+    assert code == 1 and len(said.splitlines()) == 1
+    assert "ended with exit code 1 and without a word during the rollout of step 3; nothing was saved yet" in said
+
+
 def test_what_a_run_leaves_behind_is_ended(tmp_path):
-    assert Watched(tmp_path, "sys.exit(7)").end() == (7, "")
+    assert Watched(tmp_path, "tell(over=7); sys.exit(7)").end() == (7, "")
 
 
 def test_nothing_outlives_the_watching_process(tmp_path):

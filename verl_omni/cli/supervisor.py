@@ -113,9 +113,15 @@ class Supervisor:
         end_children()
         if end is None and self.progress.over is not None:
             return self._said()
-        if end is not None and end.si_code == os.CLD_EXITED:
+        exited = end is not None and end.si_code == os.CLD_EXITED
+        # Ray's own code ends a process that has lost its cluster: then nobody has said why.
+        under_way = self.progress.over is None and self.progress.run_dir is not None and self.stopped_by is None
+        silent = exited and end.si_status and under_way
+        if exited and not silent:
             return end.si_status
-        why = f"was killed by {name(end.si_status)}" if end is not None else "ended"
+        why = "ended" if end is None else f"was killed by {name(end.si_status)}"
+        if silent:
+            why = f"ended with exit code {end.si_status} and without a word"
         say(f"error: the driver (pid {self.child}) {why} during the {self.progress.where()}{last_words(self.progress)}")
         return 1
 
