@@ -25,3 +25,14 @@ def test_a_machine_that_is_full_is_said_before_ray_starts(monkeypatch):
     monkeypatch.setenv("RAY_memory_usage_threshold", "0.001")
     with pytest.raises(ValueError, match="memory are in use, more than the 0% .* or raise RAY_memory_usage_threshold"):
         resources.check_memory()
+
+
+def test_rays_sockets_have_a_short_path_under_a_long_temporary_folder(monkeypatch, tmp_path):
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", "/tmp")
+    assert resources.short_folder() is None
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("long" * 30)))
+    folder = resources.short_folder()
+    assert len(f"{folder}/session_2026-11-16_16-45-23_802175_4194304/sockets/plasma_store") <= 107
+    monkeypatch.setenv("RAY_TMPDIR", "/mine")
+    assert resources.short_folder() is None

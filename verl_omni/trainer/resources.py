@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import urllib.parse
 from typing import Any
 
@@ -152,4 +153,21 @@ def ray_arguments(config: DictConfig) -> dict[str, Any]:
     servers = 0 if config.actor_rollout_ref.hybrid_engine else (rollout.n_gpus_per_node or 1) * (rollout.nnodes or 1)
     needed = 4 * workers + config.reward.num_workers + rollout.agent.num_workers + servers + 2
     cpus = config.ray.num_cpus or max(os.cpu_count() or 1, needed)
-    return arguments | {"num_cpus": cpus, "include_dashboard": False}
+    place = {"_temp_dir": short} if (short := short_folder()) else {}
+    return arguments | {"num_cpus": cpus, "include_dashboard": False, **place}
+
+
+def short_folder() -> str | None:
+    """Where Ray keeps its sockets if the temporary folder, as batch systems name it, is too long for that.
+
+    The path of a socket has 107 bytes, of which Ray's own part takes up to 75. None: where it wants to.
+    """
+    if "RAY_TMPDIR" in os.environ or len(tempfile.gettempdir().encode()) <= 107 - 75:
+        return None
+    for place in ("/tmp", "/var/tmp", "/dev/shm"):
+        if os.access(place, os.W_OK):
+            return f"{place}/ray-{os.getuid()}"
+    raise ValueError(
+        f"the temporary folder {tempfile.gettempdir()} is too long for Ray's sockets: set TMPDIR to one of at most 32 "
+        "characters"
+    )
