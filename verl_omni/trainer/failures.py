@@ -55,7 +55,8 @@ def what_failed(error: BaseException) -> str:
         return line
     dead = who_died(error)
     if dead:
-        return f"{' and '.join(dead)} died during the {progress.where()}: it was killed, or it crashed"
+        why = "it was killed, or it crashed" if len(dead) == 1 else "they were killed, or they crashed"
+        return f"{' and '.join(dead)} died during the {progress.where()}: {why}"
     cause = innermost(error)
     if is_out_of_memory(cause) or isinstance(cause, PLAIN):
         return one_line(cause)
