@@ -130,16 +130,17 @@ def measure(work: str, images: int, overrides: list[str], moments: Path) -> dict
     import torch
 
     from verl_omni.testing.local_trainer import local_config, local_trainer
+    from verl_omni.trainer.diffusion.pace import Pace
 
     with tempfile.TemporaryDirectory() as folder:
         given = [*settings(WORKS[work], images, Path(folder)), "trainer.total_training_steps=2", *overrides]
         trainer = local_trainer(local_config(given))
-        batches = iter(trainer.train_loader)
+        pace = Pace(trainer)
         timing: dict[str, float] = {}
-        trainer.training_step(next(batches), {})
+        trainer.training_step(pace, {})
         trainer.actor_wg.reset_peak_memory()
         trainer.global_step += 1
-        _, metrics = trainer.training_step(next(batches), timing)
+        _, metrics = trainer.training_step(pace, timing)
     state = trainer.actor_wg.engine.optimizer.state.values()
     torch.save(torch.cat([s["exp_avg"].detach().float().cpu().flatten() for s in state]), moments)
     peaks = {name: metrics[f"perf/max_memory_{name}_gb"] for name in ("allocated", "reserved")}

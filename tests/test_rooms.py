@@ -40,7 +40,7 @@ def test_the_table_of_rooms_is_about_right():
     assert written.keys() == counted.keys(), "run: python -m verl_omni.report.document_tables docs/architecture.md"
     for room, lines in room_lines().items():
         claimed = int(written[room].replace(",", ""))
-        assert abs(claimed - lines) <= max(100, 0.2 * lines), f"{room}: {lines} lines, docs/architecture.md: {claimed}"
+        assert abs(claimed - lines) <= max(150, 0.2 * lines), f"{room}: {lines} lines, docs/architecture.md: {claimed}"
 
 
 def test_no_room_holds_more_than_a_third():

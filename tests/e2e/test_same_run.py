@@ -52,6 +52,7 @@ def run(tmp_path, monkeypatch) -> Path:
 
     ray.shutdown()  # one that a test before left running would be used
     monkeypatch.setattr("ray.init", no_ray)
+    monkeypatch.setattr("verl_omni.utils.external_lib.registrations", {})  # of other tests in this process
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reward.py").write_text("def compute_score(image, gain=1):\n    return 0.5\n")
     with publish(tmp_path / "run", STEPS, first_record()) as writing:

@@ -36,10 +36,10 @@ class Workers:
 
 
 class Trainer(BaseRayDiffusionTrainer):
-    def training_step(self, rows, timing):
+    def training_step(self, pace, timing):
         if self.global_step + 1 == self.killed_at:
             raise KeyboardInterrupt
-        self.seen.append(list(rows["prompt"]))
+        self.seen.append(list(next(pace.prompts)["prompt"]))
         return DataProto.from_dict({}, {}), {"actor/grad_norm": 1.0}
 
 

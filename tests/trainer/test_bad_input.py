@@ -165,7 +165,7 @@ CASES = {
     "reward that exits": (["reward.custom_reward_function.path={data}/exits.py"], "cannot be imported: SystemExit: 3"),
     "folder with too long a name": (["trainer.default_local_dir={data}/" + "x" * 300], "File name too long"),
     # what would change nothing
-    "servers that are not there": ([f"{A}rollout.n_gpus_per_node=2"], "hybrid_engine=false, or leave it out"),
+    "servers that are not there": ([f"{A}rollout.n_gpus_per_node=2"], "hybrid_engine=false) or one_step_off"),
     "weights of steps": (["algorithm.rollout_correction.rollout_is=step"], "set actor_rollout_ref.hybrid_engine=false"),
     "rejection": (["algorithm.rollout_correction.rollout_rs=step_k1"], "rollout_rs=step_k1 has no effect with"),
     "served reward model": (["reward.reward_model.enable=true"], "call it in a function of your own"),

@@ -27,7 +27,7 @@ def trainer(seed: int, step: int) -> BaseRayDiffusionTrainer:
 
 def rollout_seeds(seed: int, step: int) -> list[int]:
     prompts = DataProto.from_single_dict({"prompt": np.array(["a", "b"], dtype=object)})
-    batch = trainer(seed, step)._training_requests(prompts, {}).non_tensor_batch
+    batch = trainer(seed, step)._training_requests(prompts, {}, step).non_tensor_batch
     assert len(set(batch["init_seed"][:4])) == 1 and len(set(batch["init_seed"])) == 2
     return [*batch["seed"], *set(batch["init_seed"])]
 
@@ -54,7 +54,7 @@ def test_purposes_share_no_stream():
 
 
 def test_two_runs_with_neighbouring_seeds_shuffle_differently_at_every_step():
-    one, other = ([trainer(seed, step)._training_order(80, 4).tolist() for step in range(20)] for seed in (0, 1))
+    one, other = ([trainer(seed, step)._training_order(80, 4, step).tolist() for step in range(20)] for seed in (0, 1))
     assert not any(order in one for order in other)
 
 

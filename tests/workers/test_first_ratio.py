@@ -79,7 +79,7 @@ def worker_of(engine, **actor) -> Worker:
     worker.engine, worker.model_config = engine, engine.model_config
     worker.loss_function = build_loss_function(worker.actor_config)
     worker.trajectories, worker.rollout, worker.anchors = TrajectoryStore(), None, {}
-    worker.flop_meter, worker.flops, worker._settled = None, {}, True
+    worker.flop_meter, worker.flops, worker._settled, worker.old_log_probs = None, {}, True, None
     return worker
 
 

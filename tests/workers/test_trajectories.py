@@ -12,6 +12,7 @@ from verl_omni.workers.rollout.trajectories import COLUMN, TrajectoryStore, ship
 
 @pytest.fixture(scope="module")
 def cluster():
+    ray.shutdown()  # one that another test left
     ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="ERROR")
     yield
     ray.shutdown()

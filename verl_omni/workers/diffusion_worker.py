@@ -263,7 +263,7 @@ class DiffusionWorker(Worker):
             return None
         setting = self.actor_config.old_log_probs
         chosen = choose_old_log_probs(setting, self.engine.rounds_like_rollout, same_weights=not stale)
-        if chosen != self.old_log_probs and self.rank == 0:
+        if chosen != self.old_log_probs and dist.get_rank() == 0:
             print(f"Old log-probabilities: {chosen.source} ({chosen.why}).", file=sys.stderr, flush=True)  # to run.log
         self.old_log_probs = chosen
         return chosen
