@@ -41,7 +41,7 @@ def faults_table(results: list[dict[str, Any]]) -> str:
 def fault_row(r: dict[str, Any]) -> str:
     if "skipped" in r:
         return f"| {r['name']} | not tried: {r['skipped']} | | | |"
-    silent = "nothing: there is nobody to say it" if r["code"] == -9 else "an ordinary run"
+    silent = "an ordinary run" if r["code"] == 0 else "nothing: there is nobody to say it to"
     seen = cell(r["line"]) if r["line"] else silent
     return f"| {name(r)} | {seen} | {r['seconds']:.0f} | {ended(r['code'])} | {lost(r)} |"
 

@@ -106,7 +106,10 @@ def write(document: Path, results: Path) -> None:
     known = read(results)
     ordered = [known[title(case)] for case in all_cases() if title(case) in known]
     where = sorted({r["machine"] for r in ordered})
-    text = fill(document.read_text(), "MACHINE", "Tried " + "; ".join(where) + ".")
+    commits = list(dict.fromkeys(r["commit"] for r in ordered))
+    again = " A case that failed was tried again when it was mended." if len(commits) > 1 else ""
+    tried = f"Tried {'; '.join(where)}, at {' and '.join(commits)}.{again}"
+    text = fill(document.read_text(), "MACHINE", tried)
     text = fill(text, "INPUTS", table.inputs_table([r for r in ordered if r["kind"] == "input"]))
     text = fill(text, "FAULTS", table.faults_table([r for r in ordered if r["kind"] == "fault"]))
     document.write_text(text)
