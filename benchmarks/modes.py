@@ -17,9 +17,9 @@ from pathlib import Path
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 EQUALLY_LONG = [
-    f"{ROLLOUT}.pipeline.num_inference_steps=10",
+    f"{ROLLOUT}.pipeline.num_inference_steps=5",
     f"{ROLLOUT}.algo.sde_window_size=3",
-    f"{ROLLOUT}.algo.sde_window_range=[0,9]",
+    f"{ROLLOUT}.algo.sde_window_range=[0,4]",
     f"reward.custom_reward_function.path={Path(__file__).with_name('brightness.py')}",
     "trainer.val_before_train=false",
     "trainer.test_freq=0",
