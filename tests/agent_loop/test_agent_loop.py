@@ -306,6 +306,34 @@ def test_nobody_waits_for_scores_in_a_thread():
     assert waits == [threading.main_thread()] * 2
 
 
+@pytest.mark.parametrize("awake", [False, True])
+def test_a_reward_that_blocks_its_whole_process(awake):
+    """A function that holds Python's lock keeps its process from watching the time; one that is slow does not."""
+    tree = config()
+    tree.reward.timeout = 0.2
+    tree.reward.custom_reward_function.path, tree.reward.custom_reward_function.name = "/mine/judge.py", "score_it"
+
+    async def compute_score(data):
+        await (asyncio.sleep(1.0) if awake else asyncio.Event().wait())
+        return {"reward_score": 0.5}
+
+    async def is_awake():
+        return awake or await asyncio.Event().wait()
+
+    async def image(prompt_ids, sampling_params, **rest):
+        return RolloutOutput(torch.zeros(3, 2, 2, dtype=torch.uint8))
+
+    reward = Remote(compute_score=compute_score, is_awake=is_awake)
+    worker, data = DiffusionAgentLoopWorker(tree, [Remote(generate=image)], [reward]), batch(["mine"])
+    assign(data, 1, 1, 4)
+    answer = asyncio.wait_for(worker.generate_sequences(data), GUARD)
+    if awake:
+        assert asyncio.new_event_loop().run_until_complete(answer).batch["rm_scores"].tolist() == [[0.5]]
+        return
+    with pytest.raises(Exception, match=r'score_it \(judge.py\) blocks its whole process .* 0.2 s .*"prompt 0"'):
+        asyncio.new_event_loop().run_until_complete(answer)
+
+
 def test_a_failing_reward_does_not_wait_for_the_other_images():
     async def generate(prompt_ids, sampling_params, **rest):
         if sampling_params["seed"] == 1:

@@ -77,6 +77,7 @@ def rewards() -> list[Fault]:
 
     return [
         bad("hangs (reward.timeout=10)", "hang", "10", arguments=limit, again=limit),
+        bad("blocks its whole process (reward.timeout=10)", "block", "blocks", arguments=limit, again=limit),
         bad("calls sys.exit", "sys.exit", "SystemExit"),
         bad("raises KeyboardInterrupt", "KeyboardInterrupt", "KeyboardInterrupt"),
         Fault(theme, "ends its process (os._exit)", {"at": "rewards", "after": 1, "do": "os._exit"}, says=("reward",)),

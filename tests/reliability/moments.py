@@ -8,6 +8,7 @@ first update after step 1.
 import json
 import os
 import pathlib
+import re
 import signal
 import sys
 import time
@@ -90,6 +91,7 @@ def raise_(error: BaseException) -> None:
 DEEDS = {
     "signal": send,
     "hang": lambda order: time.sleep(3600),
+    "block": lambda order: re.match(r"(a+)+$", "a" * 60 + "b"),  # for years, with Python's lock held
     "sys.exit": lambda order: sys.exit(3),
     "os._exit": lambda order: os._exit(3),
     "KeyboardInterrupt": lambda order: raise_(KeyboardInterrupt()),

@@ -232,7 +232,6 @@ class DiffusionAgentLoopWorker:
         output.reward_extra_info = result.get("reward_extra_info", {})
         output.score_time = time.perf_counter()
 
-
     async def _answer(self, worker: ray.actor.ActorHandle, one: DataProto, prompt: str) -> dict[str, Any]:
         """The worker watches its function's time; a function that stops the whole worker is noticed from here."""
         limit = self.config.reward.timeout
@@ -241,9 +240,11 @@ class DiffusionAgentLoopWorker:
             try:
                 await asyncio.wait_for(wrap(worker.is_awake.remote()), limit)
             except asyncio.TimeoutError as error:
+                own = self.config.reward.custom_reward_function
+                named = f"{own.name} ({Path(own.path).name})" if own.path else one.non_tensor_batch["data_source"][0]
                 raise RewardError(
-                    f'a reward function blocks its whole process for more than {limit:g} s (prompt: "{prompt}"): mend '
-                    "it, or raise reward.timeout"
+                    f'reward function {named} blocks its whole process for more than {limit:g} s (prompt: "{prompt}"): '
+                    "mend it, or raise reward.timeout"
                 ) from error
         return answer.result()
 

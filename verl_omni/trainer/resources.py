@@ -106,13 +106,13 @@ def check_memory() -> None:
         )
 
 
-def check_answers(address: str, seconds: float = 25) -> None:
+def check_answers(address: str, seconds: float = 20) -> None:
     """One line within half a minute where no Ray answers: ray.init tries for four."""
     mistake = f"ray.address={address} does not answer ({{}}): start Ray there, or leave it out to start one here"
     where = urllib.parse.urlsplit(address if "://" in address else f"ray://{address}")
     if address != "auto":
         try:
-            socket.create_connection((where.hostname, where.port), timeout=seconds / 2).close()
+            socket.create_connection((where.hostname, where.port), timeout=seconds / 4).close()
         except (OSError, ValueError, TypeError) as error:
             raise ValueError(mistake.format(error)) from error
     if address.startswith("ray://"):
