@@ -193,7 +193,7 @@ def test_defaults_of_an_algorithm_are_no_settings_of_the_user():
     ("overrides", "said"),
     [
         ([f"{ROLLOUT}.algo.noise_level=0"], "sde_type=sde with noise_level=0.0 adds no noise"),
-        ([f"{ROLLOUT}.algo.sde_type=ode"], "sde_type to one of cps, dance_sde, sde"),
+        ([f"{ROLLOUT}.algo.sde_type=ode"], "sde_type to one of cps, dance_sde,"),
         (
             [f"{MODEL}.algorithm=grpo_guard", f"{ROLLOUT}.algo.sde_type=ode"],
             "sde_type=ode with noise_level=0.7 adds no",
