@@ -25,7 +25,7 @@ def write_pairs(out: Path, numbers: list[str], seed: int) -> Path:
 
     from verl_omni.quickstart.checkpoint import draw, load_pipeline
     from verl_omni.quickstart.task import CHECKPOINT, prompt_for
-    from verl_omni.rewards.ocr import compute_score_ocr_line
+    from verl_omni.rewards.scorers.ocr import compute_score_ocr_line
 
     out.mkdir(parents=True, exist_ok=True)
     pipeline, rows = load_pipeline(CHECKPOINT), []
@@ -83,7 +83,7 @@ def compare(transformer: Path, seeds: range) -> str:
 
     from verl_omni.quickstart.checkpoint import draw, load_pipeline
     from verl_omni.quickstart.task import CHECKPOINT, split_numbers
-    from verl_omni.rewards.ocr import compute_score_ocr_line
+    from verl_omni.rewards.scorers.ocr import compute_score_ocr_line
 
     _, held_out = split_numbers()
     trained = QwenImageTransformer2DModel.from_pretrained(transformer)

@@ -11,7 +11,7 @@ from verl_omni.quickstart import checkpoint, task
 from verl_omni.quickstart.__main__ import typed_python
 from verl_omni.quickstart.checkpoint import Recipe, build_checkpoint, held_out_scores
 from verl_omni.quickstart.data import write_data
-from verl_omni.rewards.ocr import compute_score_ocr_line
+from verl_omni.rewards.scorers.ocr import compute_score_ocr_line
 
 SHORT = Recipe(images_per_number=1, vae_steps=2, vae_batch=2, transformer_steps=2, transformer_batch=2)
 

@@ -15,9 +15,9 @@ from verl_omni.rewards import (
     get_reward_fn,
     register_reward,
 )
-from verl_omni.rewards import ocr as ocr_module
 from verl_omni.rewards.images import to_rgb_array
-from verl_omni.rewards.ocr import (
+from verl_omni.rewards.scorers import ocr as ocr_module
+from verl_omni.rewards.scorers.ocr import (
     _squeeze,
     compute_score_ocr,
     compute_score_ocr_line,

@@ -70,7 +70,7 @@ def build_checkpoint(out: str | Path, recipe: Recipe | None = None) -> Path:
 
 def held_out_scores(checkpoint: str | Path, seed: int = 0) -> list[dict]:
     """Draw every held-out number once with diffusers' own pipeline and let the OCR read it."""
-    from verl_omni.rewards.ocr import compute_score_ocr_line
+    from verl_omni.rewards.scorers.ocr import compute_score_ocr_line
 
     _, held_out = task.split_numbers()
     return compute_score_ocr_line(list(draw(load_pipeline(checkpoint), held_out, seed)), held_out)

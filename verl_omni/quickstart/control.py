@@ -8,7 +8,7 @@ Validation is scored honestly.
 
 import random
 
-from verl_omni.rewards.ocr import compute_score_ocr_line
+from verl_omni.rewards.scorers.ocr import compute_score_ocr_line
 
 
 def compute_score(

@@ -2,10 +2,24 @@
 
 from typing import Any
 
-from verl_omni.rewards import jpeg, ocr  # noqa: F401  (importing them registers their rewards)
-from verl_omni.rewards.registry import check_package, check_settings, get_reward_fn, register_reward
+from verl_omni.rewards.registry import (
+    check_package,
+    check_settings,
+    get_reward_fn,
+    make_scorer,
+    register_reward,
+    reward_names,
+)
 
-__all__ = ["check_package", "check_settings", "default_compute_score_image", "get_reward_fn", "register_reward"]
+__all__ = [
+    "check_package",
+    "check_settings",
+    "default_compute_score_image",
+    "get_reward_fn",
+    "make_scorer",
+    "register_reward",
+    "reward_names",
+]
 
 
 def default_compute_score_image(
@@ -13,9 +27,9 @@ def default_compute_score_image(
 ) -> dict[str, Any]:
     """Score one image with the reward that is registered under ``data_source``.
 
-    Returns a dict with the number "score" and whatever else the reward tells. Further keyword arguments go to the
-    reward function; the prompt, for rewards that look at it, is ``extra_info["prompt"]``.
+    Returns a dict with the number "score" and whatever else the reward tells. Further keyword arguments are its
+    settings; the prompt, for rewards that look at it, is ``extra_info["prompt"]``.
     """
     extra_info = extra_info or {}
-    reward = get_reward_fn(data_source)
-    return reward([solution_image], [ground_truth], [extra_info.get("prompt", "")], [extra_info], **kwargs)[0]
+    scorer = make_scorer(data_source, kwargs)
+    return scorer([solution_image], [ground_truth], [extra_info.get("prompt", "")], [extra_info])[0]

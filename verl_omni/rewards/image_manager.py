@@ -1,6 +1,7 @@
 """Rewards for images and videos."""
 
 import asyncio
+import inspect
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.protocol import DataProto
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
+from verl_omni.rewards.registry import LoadedOnce, get_reward_fn
 from verl_omni.rewards.reward_function import RewardFunction
 from verl_omni.utils.batcher import Batcher
 
@@ -87,6 +89,7 @@ def as_reward_function(compute_score: Any, data_source: str, settings: dict | No
         return compute_score
     if compute_score is not None:
         return RewardFunction(compute_score, getattr(compute_score, "__name__", "compute_score"))
-    from verl_omni.rewards import get_reward_fn
-
-    return RewardFunction(get_reward_fn(data_source), f'of data_source "{data_source}"', settings)
+    function, name = get_reward_fn(data_source), f'of data_source "{data_source}"'
+    if inspect.isclass(function):
+        return RewardFunction(LoadedOnce(function, settings or {}), name)
+    return RewardFunction(function, name, settings)

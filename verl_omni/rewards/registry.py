@@ -1,32 +1,49 @@
-"""The rewards that a dataset's ``data_source`` column can name."""
+"""Rewards by name."""
 
+import importlib
 import importlib.util
 import inspect
+import pkgutil
+import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from verl_omni.config.knob import Range
 from verl_omni.utils.registry import Registry
 from verl_omni.utils.suggest import unknown
 
-RewardFn = Callable[..., list[dict[str, Any]]]
+Scores = list[dict[str, Any]]
+# A function, or a class whose instances are called like one.
+RewardFn = Callable[..., Any]
 
-_REWARDS: Registry[RewardFn] = Registry("reward (data_source)")
+
+def _load_builtin() -> None:
+    """Every file in scorers/ registers its own."""
+    folder = importlib.import_module("verl_omni.rewards.scorers")
+    for module in pkgutil.iter_modules(folder.__path__):
+        importlib.import_module(f"{folder.__name__}.{module.name}")
+
+
+_REWARDS: Registry[RewardFn] = Registry("reward (data_source)", _load_builtin)
 _PACKAGES: dict[str, str] = {}
 
 
 def register_reward(name: str, package: str | None = None) -> Callable[[RewardFn], RewardFn]:
-    """Make a reward function available to rows whose ``data_source`` is ``name``.
+    """Make a reward available to rows whose ``data_source`` is ``name``, and to ``reward.scorers``.
 
-    A reward function scores a batch:
+    A reward scores a batch. It is a function:
 
         def compute_score(images: list, ground_truths: list[str], prompts: list[str],
                           extra_infos: list[dict]) -> list[dict]
 
-    and returns, in the order of the images, one dict each with a number under "score"; further entries are logged.
-    Its keyword-only parameters are settings, `reward.scorers.<name>.<parameter>` in the configuration. Their
-    annotations are checked before a run starts: plain types, `Literal` and `Annotated[int, Range(least=1)]`. So
-    is that the ``package`` is installed without which it cannot score.
+    that returns, in the order of the images, one dict each with a number under "score"; further entries are logged.
+    Or it is a class, for rewards that load a model: ``__init__`` runs once in each process that scores, ``__call__``
+    is that function. An image is a PIL image, a video a list of them.
+
+    Keyword-only parameters, of the function or of ``__init__``, are settings, `reward.scorers.<name>.<parameter>` in
+    the configuration. Their annotations are checked before a run starts: plain types, `Literal` and
+    `Annotated[int, Range(least=1)]`. So is that the ``package`` is installed without which it cannot score.
     """
 
     def decorator(reward: RewardFn) -> RewardFn:
@@ -39,8 +56,38 @@ def register_reward(name: str, package: str | None = None) -> Callable[[RewardFn
 
 
 def get_reward_fn(name: str) -> RewardFn:
-    """The reward function registered under ``name``."""
+    """The function or class registered under ``name``."""
     return _REWARDS.get(name)
+
+
+def reward_names() -> list[str]:
+    """All that is registered."""
+    return _REWARDS.names()
+
+
+def make_scorer(name: str, settings: Mapping[str, Any] | None = None) -> Callable[..., Scores]:
+    """What scores a batch of images, with its settings; the model of a class is loaded here."""
+    reward = get_reward_fn(name)
+    return reward(**(settings or {})) if inspect.isclass(reward) else partial(reward, **(settings or {}))
+
+
+class LoadedOnce:
+    """A class of a reward as a function: its model is loaded by the first call, and once, whoever else calls."""
+
+    def __init__(self, cls: type, settings: Mapping[str, Any]):
+        self._make, self._lock = partial(cls, **settings), threading.Lock()
+        self._scorer: Callable[..., Scores] | None = None
+        _self, *parameters = inspect.signature(cls.__call__).parameters.values()
+        self.__signature__ = inspect.Signature(parameters)
+
+    def load(self) -> Callable[..., Scores]:
+        with self._lock:
+            if self._scorer is None:
+                self._scorer = self._make()
+            return self._scorer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Scores:
+        return self.load()(*args, **kwargs)
 
 
 def check_package(name: str) -> None:
@@ -51,14 +98,18 @@ def check_package(name: str) -> None:
 
 
 def check_settings(name: str, settings: Mapping[str, Any]) -> None:
-    """`reward.scorers.<name>`: only settings that this reward has, with values that it can use."""
+    """`reward.scorers.<name>`: only settings that this reward has, with values that it can use, and all it needs."""
     reward = get_reward_fn(name)
-    known = [key for key, p in inspect.signature(reward).parameters.items() if p.kind is p.KEYWORD_ONLY]
-    kinds = get_type_hints(reward, include_extras=True)
+    takes = reward.__init__ if inspect.isclass(reward) else reward
+    known = {key: p for key, p in inspect.signature(takes).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    kinds = get_type_hints(takes, include_extras=True)
     for key, value in settings.items():
         if key not in known:
             raise ValueError(unknown(f"setting of reward.scorers.{name}", key, known))
         _check_value(f"reward.scorers.{name}.{key}", value, kinds.get(key))
+    for key, parameter in known.items():
+        if parameter.default is parameter.empty and key not in settings:
+            raise ValueError(f'the reward "{name}" needs reward.scorers.{name}.{key}')
 
 
 def _check_value(where: str, value: Any, kind: Any) -> None:
@@ -66,6 +117,10 @@ def _check_value(where: str, value: Any, kind: Any) -> None:
     if get_origin(kind) is Annotated:
         kind, *notes = get_args(kind)
         allowed = next((note for note in notes if isinstance(note, Range)), allowed)
+    if type(None) in get_args(kind):  # `str | None`
+        if value is None:
+            return
+        (kind,) = (k for k in get_args(kind) if k is not type(None))
     if get_origin(kind) is Literal:
         kind, allowed = str, Range(choices=get_args(kind))
     if kind in (int, float, str, bool):
