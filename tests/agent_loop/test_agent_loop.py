@@ -55,7 +55,7 @@ def config(batch_size: int = 4, max_num_seqs: int = 32):
     tree = OmegaConf.structured(DiffusionTrainerConfig)
     tree.actor_rollout_ref.rollout.max_num_seqs = max_num_seqs
     tree.actor_rollout_ref.model.path = str(tiny_checkpoint())
-    tree.reward.batch_size = batch_size
+    tree.reward.batch_size, tree.reward.on_failure, tree.reward.retries = batch_size, "stop", 0
     return tree
 
 

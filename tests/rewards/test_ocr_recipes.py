@@ -14,6 +14,7 @@ from verl.protocol import DataProto
 
 from verl_omni.config import schema
 from verl_omni.data.loading import load_datasets
+from verl_omni.rewards.choice import rewards_of
 from verl_omni.rewards.image_manager import ImageRewardManager
 from verl_omni.rewards.reward_loop import load_custom_reward_function
 
@@ -96,8 +97,8 @@ def known() -> dict:
 
 async def scores(config, rows: list[DataProto], known: dict) -> list[dict]:
     manager = ImageRewardManager(config, None, compute_score=load_custom_reward_function(config.reward))
-    function, _ = manager._function(rows[0].non_tensor_batch["data_source"][0])
-    key = (function.function, repr(function.kwargs))
+    (choice,) = rewards_of(rows[0].non_tensor_batch["data_source"][0], manager.choices)
+    key = repr(choice)
     if key not in known:
         known[key] = await asyncio.gather(*(manager.run_single(row) for row in rows))
     return known[key]

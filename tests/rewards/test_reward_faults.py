@@ -14,7 +14,7 @@ LIMIT = 0.3
 
 
 def score(function, count: int = 1) -> list[dict]:
-    config = OmegaConf.create({"reward": {"batch_size": 4, "timeout": LIMIT}})
+    config = OmegaConf.create({"reward": {"batch_size": 4, "timeout": LIMIT, "on_failure": "stop"}})
 
     async def run():
         manager = ImageRewardManager(config, None, compute_score=function)

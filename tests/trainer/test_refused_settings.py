@@ -115,7 +115,7 @@ def test_every_number_and_every_name_says_what_it_may_be():
         "data.train_files", "data.val_files", "recipe", "ray.address", "ray.timeline_json_file",
         "trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir", "trainer.resume_from_path",
         "reward.custom_reward_function.path", "reward.custom_reward_function.name", "reward.reward_manager.name",
-        "reward.reward_manager.module.path", "reward.reward_model.model_path",
+        "reward.reward_manager.module.path", "reward.reward_model.model_path", "reward.scorers",
         f"{MODEL}.path", f"{MODEL}.architecture", f"{MODEL}.external_lib", f"{MODEL}.tokenizer_path",
         f"{MODEL}.transformer_subfolder", f"{MODEL}.config_path", f"{MODEL}.lora_path", f"{MODEL}.target_modules",
         f"{MODEL}.pipeline", f"{MODEL}.algo", f"{MODEL}.algorithm", f"{ACTOR}.diffusion_loss.loss_mode",

@@ -57,6 +57,7 @@ class DiffusionAgentLoopOutput:
     version: int = 0  # of the weights that made it
     reward_score: float | None = None
     reward_extra_info: dict[str, Any] = field(default_factory=dict)
+    reward_failure: str | None = None  # why it has no score: that is NaN then
     image_time: float = 0.0
     score_time: float = 0.0
 
@@ -230,6 +231,7 @@ class DiffusionAgentLoopWorker:
         result = await self._answer(self.reward_workers[kwargs["reward_worker"]], one, kwargs.get("prompt", ""))
         output.reward_score = result["reward_score"]
         output.reward_extra_info = result.get("reward_extra_info", {})
+        output.reward_failure = result.get("reward_failure")
         output.score_time = time.perf_counter()
 
     async def _answer(self, worker: ray.actor.ActorHandle, one: DataProto, prompt: str) -> dict[str, Any]:
@@ -326,6 +328,7 @@ def collate(outputs: list[DiffusionAgentLoopOutput], scores_only: bool = False) 
         tensors["rm_scores"] = torch.tensor([[o.reward_score] for o in outputs], dtype=torch.float32)
         # In one column of their own: a reward may give its numbers any name, `seed` and `uid` too.
         non_tensors["reward_extra_info"] = object_array([o.reward_extra_info for o in outputs])
+        non_tensors["reward_failure"] = object_array([o.reward_failure for o in outputs])
     return DataProto.from_dict(tensors=tensors, non_tensors=non_tensors)
 
 

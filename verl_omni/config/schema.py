@@ -87,9 +87,19 @@ class RewardModelConfig:
 class RewardConfig:
     num_workers: int = knob(1, "processes that compute rewards", least=1)
     batch_size: int = knob(8, "images in one call of a function that takes `images`", least=1)
-    timeout: float = knob(600.0, "seconds that one call of a reward may take; after that the run ends", above=0)
-    scorers: dict[str, dict[str, Any]] = knob(
-        {}, "settings of the rewards that data_source names, such as reward.scorers.ocr.num_threads=2"
+    timeout: float = knob(600.0, "seconds that one call of a reward may take; after that it has failed", above=0)
+    retries: int = knob(2, "times that a reward is asked again for an image after it failed", least=0)
+    on_failure: str = knob(
+        "drop",
+        "what happens to an image whose reward failed for good: drop (it leaves its group, the others are learned "
+        "from; counted in reward/failed) or stop (the run ends)",
+        choices=("drop", "stop"),
+    )
+    max_failures: int = knob(3, "images in a row without a score end the run, with the reward's own message", least=1)
+    scorers: Any = knob(
+        None,
+        "the rewards to add up, [{name: ocr, weight: 1}, {name: pickscore, weight: 0.3}], or settings of those that "
+        "data_source names, such as reward.scorers.ocr.num_threads=2",
     )
     custom_reward_function: RewardFunctionConfig = knob(RewardFunctionConfig, "")
     reward_manager: RewardManagerConfig = knob(RewardManagerConfig, "")

@@ -11,14 +11,16 @@ from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.protocol import DataProto
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
+from verl_omni.rewards.choice import OWN, Choice, combine, read_choices, rewards_of
 from verl_omni.rewards.registry import LoadedOnce, get_reward_fn
-from verl_omni.rewards.reward_function import RewardFunction
-from verl_omni.utils.batcher import Batcher
+from verl_omni.rewards.reward_function import RewardError, RewardFunction
+from verl_omni.rewards.scoring import Failures, Scoring
 
 
 @register("image")
 class ImageRewardManager(RewardManagerBase):
-    """Scores single samples, as they finish, with the user's function or the default reward of their data_source.
+    """Scores single samples, as they finish, with the rewards of `reward.scorers`, or of their data_source, or the
+    user's function.
 
     A function for many images (parameter `images`) is given up to `reward.batch_size` of one data_source at a time.
     """
@@ -38,13 +40,18 @@ class ImageRewardManager(RewardManagerBase):
                 "reward_router_address": reward_router_address,
                 "reward_model_tokenizer": reward_model_tokenizer,
             }
-        self.batch_size = int(config.reward.get("batch_size", 8))
-        scorers = config.reward.get("scorers")
-        self.scorers = OmegaConf.to_container(scorers) if scorers else {}
-        self._functions: dict[str, tuple[RewardFunction, Batcher]] = {}
+        reward = config.reward
+        scorers = reward.get("scorers")
+        self.choices = read_choices(OmegaConf.to_container(scorers, resolve=True) if scorers else None)
+        self.failures = Failures(reward.get("on_failure", "drop"), int(reward.get("max_failures", 3)))
+        self.pools: dict[str, Any] = {}  # label -> a scorer with processes of its own
+        self._scorings: dict[str, Scoring] = {}
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
-        """`{"reward_score": float, "reward_extra_info": {...}}` of the last sample in `data`."""
+        """`{"reward_score": float, "reward_extra_info": {...}}` of the last sample in `data`.
+
+        A sample whose reward fails for good has the score NaN and says why under `reward_failure`.
+        """
         item = data[-1]
         image = item.batch["responses"]
         fields = item.non_tensor_batch
@@ -55,41 +62,60 @@ class ImageRewardManager(RewardManagerBase):
             "ground_truth": (fields.get("reward_model") or {}).get("ground_truth"),
             "extra_info": dict(fields.get("extra_info") or {}) | {"prompt": fields.get("prompt", "")},
         }
-        function, batcher = self._function(sample["data_source"])
-        if function.batched:
-            kind = (sample["data_source"], data.meta_info.get("burst"))
-            answer = await batcher.submit(sample, kind, data.meta_info.get("position"))
-        else:
-            (answer,) = await function.score([sample], self.services)
+        chosen = rewards_of(sample["data_source"], self.choices, self.compute_score is not None)
+        kind = (sample["data_source"], data.meta_info.get("burst"))
+        place = data.meta_info.get("position")
+        answers = await asyncio.gather(
+            *(self._scoring(choice).score(sample, kind, place) for choice in chosen), return_exceptions=True
+        )
+        failure = None
+        for choice, answer in zip(chosen, answers, strict=True):
+            if isinstance(answer, RewardError):
+                self.failures.failed(choice.label, answer)
+                failure = failure or str(answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                self.failures.scored(choice.label)
+        if failure is not None:
+            return {"reward_score": float("nan"), "reward_extra_info": {}, "reward_failure": failure}
+        answer = combine(chosen, answers)
         extra = {k: v for k, v in answer.items() if k != "score"}
         return {"reward_score": answer["score"], "reward_extra_info": extra}
 
-    def _function(self, data_source: str) -> tuple[RewardFunction, Batcher]:
-        name = "own" if self.compute_score is not None else data_source
-        if name not in self._functions:
-            function = as_reward_function(self.compute_score, data_source, self.scorers.get(data_source))
-            function.timeout = float(self.config.reward.get("timeout", function.timeout))
-            loop = asyncio.get_running_loop()
-
-            def work(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-                return asyncio.run_coroutine_threadsafe(function.score(samples, self.services), loop).result()
-
-            batcher = Batcher(work, self.batch_size, 0.01)
-            self._functions[name] = (function, batcher)
-        return self._functions[name]
+    def _scoring(self, choice: Choice) -> Scoring:
+        if choice.label not in self._scorings:
+            reward, pool = self.config.reward, self.pools.get(choice.label)
+            if pool is not None:
+                function = RewardFunction(pool, described(choice.label))
+            else:
+                function = as_reward_function(self.compute_score if choice.name == OWN else None, choice)
+            function.timeout = float(reward.get("timeout", function.timeout))
+            self._scorings[choice.label] = Scoring(
+                function,
+                int(reward.get("batch_size", 8)),
+                int(reward.get("retries", 0)),
+                max(1, choice.processes),
+                self.services,
+            )
+        return self._scorings[choice.label]
 
     @classmethod
     def assemble_rm_scores(cls, data: DataProto, scores: list[float]) -> torch.Tensor:
         return torch.tensor(scores, dtype=torch.float32).unsqueeze(-1)
 
 
-def as_reward_function(compute_score: Any, data_source: str, settings: dict | None = None) -> RewardFunction:
-    """The user's function, or the reward of `data_source` with its settings."""
+def as_reward_function(compute_score: Any, choice: Choice) -> RewardFunction:
+    """The user's function, or the registered reward with its settings."""
     if isinstance(compute_score, RewardFunction):
         return compute_score
     if compute_score is not None:
         return RewardFunction(compute_score, getattr(compute_score, "__name__", "compute_score"))
-    function, name = get_reward_fn(data_source), f'of data_source "{data_source}"'
+    function = get_reward_fn(choice.name)
     if inspect.isclass(function):
-        return RewardFunction(LoadedOnce(function, settings or {}), name)
-    return RewardFunction(function, name, settings)
+        return RewardFunction(LoadedOnce(function, choice.settings), described(choice.label))
+    return RewardFunction(function, described(choice.label), dict(choice.settings))
+
+
+def described(label: str) -> str:
+    return f'"{label}"'

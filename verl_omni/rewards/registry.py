@@ -97,19 +97,19 @@ def check_package(name: str) -> None:
         raise ModuleNotFoundError(f"the reward \"{name}\" needs {package}: pip install 'verl-omni[rewards]'")
 
 
-def check_settings(name: str, settings: Mapping[str, Any]) -> None:
-    """`reward.scorers.<name>`: only settings that this reward has, with values that it can use, and all it needs."""
-    reward = get_reward_fn(name)
+def check_settings(name: str, settings: Mapping[str, Any], label: str | None = None) -> None:
+    """`reward.scorers.<label>`: only settings that this reward has, with values that it can use, and all it needs."""
+    reward, label = get_reward_fn(name), label or name
     takes = reward.__init__ if inspect.isclass(reward) else reward
     known = {key: p for key, p in inspect.signature(takes).parameters.items() if p.kind is p.KEYWORD_ONLY}
     kinds = get_type_hints(takes, include_extras=True)
     for key, value in settings.items():
         if key not in known:
-            raise ValueError(unknown(f"setting of reward.scorers.{name}", key, known))
-        _check_value(f"reward.scorers.{name}.{key}", value, kinds.get(key))
+            raise ValueError(unknown(f"setting of reward.scorers.{label}", key, known))
+        _check_value(f"reward.scorers.{label}.{key}", value, kinds.get(key))
     for key, parameter in known.items():
         if parameter.default is parameter.empty and key not in settings:
-            raise ValueError(f'the reward "{name}" needs reward.scorers.{name}.{key}')
+            raise ValueError(f'the reward "{name}" needs reward.scorers.{label}.{key}')
 
 
 def _check_value(where: str, value: Any, kind: Any) -> None:

@@ -25,6 +25,10 @@ SERVICES = ("reward_router_address", "reward_model_tokenizer")
 class RewardError(RunError):
     """A reward function that failed or gave no score. Its text is one line in the user's words."""
 
+    timed_out = False
+    wrong_count = False  # of the answers to a batch: no image is to blame
+    is_final = False  # another try would not help
+
 
 class _Raised(Exception):
     """Around what a function raised: SystemExit and its like would end an event loop that they come to."""
@@ -98,10 +102,12 @@ class RewardFunction:
             results = results.tolist()
         if not isinstance(results, list | tuple) or len(results) != len(samples):
             count = f"{len(results)}" if hasattr(results, "__len__") else type(results).__name__
-            raise RewardError(
+            failure = RewardError(
                 f"reward function {self.name} returned {count} for {len(samples)} images: expected a list with one "
                 "score (or dict with a score) for each"
             )
+            failure.wrong_count = True
+            raise failure
         return [self._checked(r, s) for r, s in zip(results, samples, strict=True)]
 
     async def _one(self, sample: dict[str, Any], services: dict[str, Any]) -> dict[str, Any]:
@@ -117,10 +123,12 @@ class RewardFunction:
         try:
             return await self._in_time(arguments)
         except asyncio.TimeoutError as error:
-            raise RewardError(
+            failure = RewardError(
                 f"reward function {self.name} gave no answer within {self.timeout:g} s {prompt}: mend it, or raise "
                 "reward.timeout"
-            ) from error
+            )
+            failure.timed_out = True
+            raise failure from error
         except _Raised as raised:
             error = raised.__cause__
             said = f"raised {type(error).__name__}: {error}"
@@ -134,6 +142,8 @@ class RewardFunction:
         It runs in threads of its own: while it blocks one, this process can still tell.
         """
         loop = asyncio.get_running_loop()
+        if hasattr(self.function, "load"):  # a model, which may take longer than any answer
+            await loop.run_in_executor(None, self._load)
         if inspect.iscoroutinefunction(self.function):
             return await self._awaited(self.function(**arguments))
         began = asyncio.Event()
@@ -147,6 +157,15 @@ class RewardFunction:
         await began.wait()
         result = await asyncio.wait_for(running, self.timeout)
         return await self._awaited(result) if inspect.isawaitable(result) else result
+
+    def _load(self) -> None:
+        try:
+            self.function.load()
+        except (Exception, SystemExit) as error:
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            failure = RewardError(f"reward function {self.name} cannot be loaded: {said}")
+            failure.is_final = True
+            raise failure from error
 
     async def _awaited(self, answer: Awaitable[Any]) -> Any:
         """In one event loop for all calls, where a function's connections live, apart from this process's own."""

@@ -11,6 +11,8 @@ from verl.trainer.ppo.reward import resolve_reward_manager_cls
 
 import verl_omni.rewards.image_manager  # noqa: F401  (registers "image")
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
+from verl_omni.rewards.choice import read_choices
+from verl_omni.rewards.pool import ScorerPool, start_pools
 from verl_omni.rewards.reward_function import RewardFunction
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.external_lib import import_external_lib
@@ -37,6 +39,10 @@ class RewardLoopWorker(VerlRewardLoopWorker):
             reward_model_tokenizer=self.reward_model_tokenizer,
         )
 
+    async def use_pools(self, pools: dict[str, list[Any]]) -> None:
+        """Rewards that have processes of their own, by label."""
+        self.reward_manager.pools = {label: ScorerPool(processes) for label, processes in pools.items()}
+
     async def compute_score(self, data: DataProto) -> dict[str, Any]:
         return await self.reward_manager.run_single(data)
 
@@ -51,6 +57,11 @@ class RewardLoopManager(VerlRewardLoopManager):
     def _init_reward_loop_workers(self) -> None:
         self.reward_loop_workers_class = ray.remote(RewardLoopWorker)
         super()._init_reward_loop_workers()
+        scorers = self.config.reward.scorers
+        choices = read_choices(OmegaConf.to_container(scorers, resolve=True) if scorers else None)
+        self.pools = start_pools(choices, self.config.actor_rollout_ref.model.external_lib)
+        if self.pools:
+            ray.get([worker.use_pools.remote(self.pools) for worker in self.reward_loop_workers])
 
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """verl's scores, with what else a reward tells in one column, `reward_extra_info`, as in a rollout."""
@@ -61,5 +72,5 @@ class RewardLoopManager(VerlRewardLoopManager):
         return result
 
     def shutdown(self) -> None:
-        for worker in self.reward_loop_workers:
-            ray.kill(worker)
+        for process in (*self.reward_loop_workers, *(p for pool in self.pools.values() for p in pool)):
+            ray.kill(process)

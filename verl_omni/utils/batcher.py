@@ -16,7 +16,9 @@ class _Call:
 
 
 class Batcher:
-    """Runs `work(items) -> results` in one background thread, on up to `max_size` waiting items of one key at a time.
+    """Runs `work(items) -> results` in a background thread, on up to `max_size` waiting items of one key at a time.
+
+    `parallel` batches are worked on at once, each in a thread. A result that is an exception is raised to its caller.
 
     A call may say its `position` (index, total, burst) in a burst; without a name the burst is that of its key.
     Batches are then the consecutive blocks of the burst, whatever the order of arrival, so that a run repeats bit for
@@ -24,14 +26,15 @@ class Batcher:
     `withdraw`. Other calls are batched by a short wait.
     """
 
-    def __init__(self, work: Callable[[list[Any]], list[Any]], max_size: int, max_wait_s: float):
-        self.work, self.max_size, self.max_wait_s = work, max_size, max_wait_s
+    def __init__(self, work: Callable[[list[Any]], list[Any]], max_size: int, max_wait_s: float, parallel: int = 1):
+        self.work, self.max_size, self.max_wait_s, self.parallel = work, max_size, max_wait_s, parallel
         self._waiting: list[_Call] = []
         self._running: list[_Call] = []
         self._ready: list[list[_Call]] = []
         self._withdrawn: set[tuple] = set()
         self._pump: asyncio.Task | None = None
-        self._thread = concurrent.futures.ThreadPoolExecutor(1)
+        self._working: set[asyncio.Task] = set()
+        self._threads = concurrent.futures.ThreadPoolExecutor(parallel)
 
     async def submit(self, item: Any, key: Hashable = None, position: tuple | None = None) -> Any:
         loop = asyncio.get_running_loop()
@@ -57,9 +60,9 @@ class Batcher:
         if self._pump is not None and not self._running:
             self._pump.cancel()
 
-    def _fail_waiting(self, pump: asyncio.Task) -> None:
+    def _fail_waiting(self, task: asyncio.Task) -> None:
         """If the loop itself breaks, nobody may wait for it for ever."""
-        error = None if pump.cancelled() else pump.exception()
+        error = None if task.cancelled() else task.exception()
         if error is not None:
             error = RuntimeError(f"the batch loop ended: {type(error).__name__}: {error}")
             self._running, running = [], self._running
@@ -74,21 +77,37 @@ class Batcher:
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         while self._waiting or self._ready:
-            batch = self._running = await self._next_batch()
-            try:
-                results = await loop.run_in_executor(self._thread, self.work, [c.item for c in batch])
-                if len(results) != len(batch):
-                    raise ValueError(f"a batch of {len(batch)} gave {len(results)} results: expected one for each")
-            except Exception as error:  # every caller of the batch gets it
-                results = [error] * len(batch)
-            for call, result in zip(batch, results, strict=True):
-                if call.done.done():  # its caller has gone
-                    continue
-                if isinstance(result, Exception):
-                    call.done.set_exception(result)
-                else:
-                    call.done.set_result(result)
-            self._running = []
+            if len(self._working) == self.parallel:
+                self._arrived.clear()
+                await self._arrived.wait()
+                continue
+            batch = await self._next_batch()
+            self._running += batch
+            task = loop.create_task(self._work_on(batch))
+            self._working.add(task)
+            task.add_done_callback(self._worked)
+
+    def _worked(self, task: asyncio.Task) -> None:
+        self._working.discard(task)
+        self._fail_waiting(task)
+        self._arrived.set()
+
+    async def _work_on(self, batch: list[_Call]) -> None:
+        try:
+            items = [c.item for c in batch]
+            results = await asyncio.get_running_loop().run_in_executor(self._threads, self.work, items)
+            if len(results) != len(batch):
+                raise ValueError(f"a batch of {len(batch)} gave {len(results)} results: expected one for each")
+        except Exception as error:  # every caller of the batch gets it
+            results = [error] * len(batch)
+        for call, result in zip(batch, results, strict=True):
+            if call.done.done():  # its caller has gone
+                continue
+            if isinstance(result, Exception):
+                call.done.set_exception(result)
+            else:
+                call.done.set_result(result)
+        self._running = [call for call in self._running if call not in batch]
 
     async def _next_batch(self) -> list[_Call]:
         while True:

@@ -277,7 +277,7 @@ class DiffusionWorker(Worker):
     def _recompute_old(self, minis: list[dict[str, torch.Tensor]]) -> None:
         """Before the first update: what later optimizer steps compare with."""
         for mini in minis:
-            every_step = {k: v for k, v in mini.items() if k != "train_steps"}
+            every_step = {k: v for k, v in mini.items() if k not in ("train_steps", "share")}
             output = self.engine.infer_batch(every_step, training_graph=True)["model_output"]
             steps = mini["all_timesteps"].shape
             mini["old_log_probs"] = output["log_probs"].unflatten(0, steps)

@@ -1,6 +1,6 @@
 """All checks that need no worker: configuration, data files and the reward function."""
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from verl_omni.config import validation_pipeline
 from verl_omni.trainer.checks.preparation import prepare_config
@@ -127,24 +127,43 @@ def check_rewards(config: DictConfig) -> None:
     import verl_omni.rewards.image_manager  # noqa: F401  (registers "image")
     from verl_omni.data.loading import load_datasets
     from verl_omni.rewards import check_package, check_settings, get_reward_fn
+    from verl_omni.rewards.choice import OWN, read_choices, rewards_of, weighted
     from verl_omni.rewards.reward_loop import load_custom_reward_function
 
     check_reward_manager(config)
     scorers = config.reward.scorers
-    for name in scorers:
-        check_settings(name, scorers[name])
-    if load_custom_reward_function(config.reward) is not None:
-        if scorers:
-            raise ValueError(
-                f"reward.scorers.{next(iter(scorers))} is for the reward of a data_source, and "
-                "reward.custom_reward_function takes its place: give its settings in reward_kwargs there"
-            )
-        return
+    choices = read_choices(OmegaConf.to_container(scorers, resolve=True) if scorers else None)
+    for choice in choices.values():
+        if choice.name != OWN:
+            check_settings(choice.name, choice.settings, choice.label)
+            check_package(choice.name)
+    own = load_custom_reward_function(config.reward) is not None
+    added_up = weighted(choices)
+    named = any(choice.name == OWN for choice in choices.values())
+    if named and not own:
+        raise ValueError(f"reward.scorers has {OWN}: say where it is, reward.{OWN}.path=<file.py>")
+    if own and choices and not (named and added_up):
+        raise ValueError(
+            f"reward.scorers.{next(iter(choices))} is for the reward of a data_source, and reward.{OWN} takes its "
+            f"place: give its settings in reward_kwargs there, or add both up with {{name: {OWN}, weight: 1}} in "
+            "reward.scorers"
+        )
     datasets = [dataset for dataset in load_datasets(config) if dataset is not None]
     sources = {dataset[i]["data_source"] for dataset in datasets for i in range(len(dataset))}
+    used = set()
     for source in sources:
-        get_reward_fn(source)
-        check_package(source)
-    for name in scorers:
-        if name not in sources:
-            raise ValueError(f"reward.scorers.{name}: {unknown('data_source of the prompts', name, sources)}")
+        chosen = rewards_of(source, choices, own)
+        used |= {choice.label for choice in chosen}
+        for choice in chosen:
+            if choice.name != OWN:
+                get_reward_fn(choice.name)
+                check_package(choice.name)
+                check_settings(choice.name, choice.settings, choice.label)
+    for label, choice in choices.items():
+        for source in choice.data_sources or ():
+            if source not in sources:
+                raise ValueError(
+                    f"reward.scorers.{label}.data_sources: {unknown('data_source of the prompts', source, sources)}"
+                )
+        if label not in used:
+            raise ValueError(f"reward.scorers.{label}: {unknown('data_source of the prompts', label, sources)}")

@@ -28,6 +28,7 @@ from verl_omni.pipelines.model_folder import check_model_folder
 from verl_omni.pipelines.schedulers.flow_match_sde import takes_own_steps
 from verl_omni.pipelines.schedulers.steps import Step, get_step, step_names
 from verl_omni.pipelines.schedulers.windows import check_window
+from verl_omni.rewards.choice import read_choices, weighted
 from verl_omni.trainer.checks.preference import check_trainer_fits
 from verl_omni.trainer.checks.workers import check_workers
 from verl_omni.utils.external_lib import import_external_lib
@@ -65,6 +66,8 @@ def _fill(settings: DiffusionTrainerConfig) -> DiffusionTrainerConfig:
         f.name: f.default for f in dataclasses.fields(DiffusionAlgoConfig) if f.default is not dataclasses.MISSING
     }
     settings.algorithm = fill_nulls(settings.algorithm, {**defaults, **chosen}, f'algorithm "{algorithm.name}"')
+    if settings.algorithm.adv_estimator == "gdpo" and not settings.algorithm.reward_weights:
+        settings.algorithm.reward_weights = weighted(read_choices(settings.reward.scorers))
     _fill_placement(settings)
     _fill_old_log_probs(settings)
     return settings
@@ -152,8 +155,8 @@ def _check_estimator(algorithm: DiffusionAlgoConfig) -> None:
     estimator, weights = get_diffusion_adv_estimator_fn(algorithm.adv_estimator), algorithm.reward_weights
     if algorithm.adv_estimator == "gdpo" and not weights:
         raise ValueError(
-            "algorithm.adv_estimator=gdpo adds up several rewards: name them, such as "
-            "'algorithm.reward_weights={sharpness: 1, score: 0.5}'"
+            "algorithm.adv_estimator=gdpo adds up several rewards: name them in reward.scorers with their weights, or "
+            "those that your function returns, such as 'algorithm.reward_weights={sharpness: 1, score: 0.5}'"
         )
     if weights and estimator is get_diffusion_adv_estimator_fn("flow_grpo"):
         raise ValueError(

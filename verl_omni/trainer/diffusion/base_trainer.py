@@ -28,6 +28,7 @@ from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.report.report import write_report
 from verl_omni.report.starts import note_start, typed_command
 from verl_omni.report.tracking import Tracking, readable
+from verl_omni.rewards.choice import read_choices, weighted
 from verl_omni.trainer.diffusion import checkpointing, run_record
 from verl_omni.trainer.diffusion.diffusion_metric_utils import (
     compute_data_metrics_diffusion,
@@ -40,6 +41,7 @@ from verl_omni.trainer.diffusion.idle import Balance, shares
 from verl_omni.trainer.diffusion.ordering import minibatch_order
 from verl_omni.trainer.diffusion.pace import PACES, Pace, staleness
 from verl_omni.trainer.diffusion.resuming import Start, plan_start
+from verl_omni.trainer.diffusion.reward_metrics import RewardWatch, reward_metrics
 from verl_omni.trainer.diffusion.rollouts import EmbeddedRollouts, ServerRollouts
 from verl_omni.trainer.diffusion.saving import Saving, is_due
 from verl_omni.trainer.diffusion.validation import validation_metrics, write_samples
@@ -344,6 +346,7 @@ class BaseRayDiffusionTrainer:
 
     def _train(self, tracking: Tracking) -> None:
         self.pace, zero_gradients = PACES[self.config.trainer.mode](self), ZeroGradients()
+        rewards, watch = weighted(read_choices(self.settings.reward.scorers)), RewardWatch()
         balance = Balance(self.actor_wg.world_size, len(self.rollouts.servers) if self.pace.overlaps else 0)
         shown = {"total": self.total_steps, "initial": self.global_step, "desc": "training", "unit": "step"}
         with tqdm(**shown, file=terminal()) as bar:
@@ -358,7 +361,9 @@ class BaseRayDiffusionTrainer:
                 if profiled:
                     self.actor_wg.stop_profile(str(self.run_dir))
                 self.global_step += 1
-                metrics |= compute_data_metrics_diffusion(batch)
+                metrics |= compute_data_metrics_diffusion(batch) | reward_metrics(batch, rewards)
+                for line in watch.see(metrics):
+                    print(f"step {self.global_step}: {line}", flush=True)
                 if self.pace.overlaps:
                     metrics |= shares(timing)
                     if line := balance.see(timing):
@@ -443,14 +448,18 @@ class BaseRayDiffusionTrainer:
         return minibatch_order(
             rows // samples_per_prompt,
             samples_per_prompt,
-            rows // (actor.ppo_mini_batch_size * samples_per_prompt),
+            self._mini_batches(rows),
             self.actor_wg.world_size,
             seed=self._seed("mini-batches", step) if actor.shuffle else None,
         )
 
-    def _update_actor(self, batch: DataProto, samples_per_prompt: int, stale: bool) -> dict[str, float]:
+    def _mini_batches(self, rows: int) -> int:
+        """Optimizer steps over so many samples."""
+        arr = self.config.actor_rollout_ref
+        return rows // (arr.actor.ppo_mini_batch_size * arr.rollout.n)
+
+    def _update_actor(self, batch: DataProto, mini_batches: int, stale: bool) -> dict[str, float]:
         """Optimizer steps over a batch that is in training order; `stale`: earlier weights drew it."""
-        actor = self.config.actor_rollout_ref.actor
-        minis = len(batch) // (actor.ppo_mini_batch_size * samples_per_prompt)
-        batch.meta_info = {"num_mini_batches": minis, "epochs": actor.ppo_epochs, "stale": stale}
+        epochs = self.config.actor_rollout_ref.actor.ppo_epochs
+        batch.meta_info = {"num_mini_batches": mini_batches, "epochs": epochs, "stale": stale}
         return self.actor_wg.update_actor(batch)[0]

@@ -14,6 +14,7 @@ from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
 from verl_omni.trainer.diffusion.experience import Experience, new_experience
+from verl_omni.trainer.diffusion.failed_rewards import scored_part
 from verl_omni.trainer.diffusion.ordering import deal_units
 from verl_omni.trainer.progress import timer
 from verl_omni.utils.arrays import object_array
@@ -39,7 +40,7 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
 
     def learn(self, experience: Experience, timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
         if self.online:
-            batch = self._scored(experience, timing)
+            _, batch = scored_part(self._scored(experience, timing), self.global_step + 1)
             rewards = batch.batch["sample_level_rewards"]
         else:
             batch, rewards = experience.batch, experience.scores.batch["rm_scores"][:, 0]

@@ -13,6 +13,7 @@ from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.schedulers.windows import sde_window
 from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
 from verl_omni.trainer.diffusion.experience import Experience
+from verl_omni.trainer.diffusion.failed_rewards import scored_part, with_gaps
 from verl_omni.trainer.diffusion.ordering import train_steps
 from verl_omni.trainer.progress import timer
 from verl_omni.utils.arrays import object_array
@@ -45,6 +46,8 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
             with timer(timing, "ref"):
                 experience.batch = batch.union(self.actor_wg.compute_ref_log_prob(self._for_training(batch)))
         batch = self._scored(experience, timing)
+        whole = batch
+        kept, batch = scored_part(whole, self.global_step + 1)
         with timer(timing, "adv"):
             algorithm = self.config.algorithm
             batch = compute_advantage(
@@ -54,19 +57,20 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
                 algorithm.global_std,
                 self.settings.algorithm,
             )
+        trained, minis = batch, self._mini_batches(len(whole))
+        if not kept.all():
+            trained, minis = with_gaps(whole, batch, kept, minis, self.actor_wg.world_size)
         if self.settings.algorithm.timestep_fraction < 1:
             drawn = train_steps(
-                batch.batch["all_timesteps"].shape,
+                whole.batch["all_timesteps"].shape,
                 self.settings.algorithm.timestep_fraction,
                 seed=self._seed("trained steps"),
             )
             # By sample, not by row: the order of rows depends on the number of ranks, the update must not.
-            batch.batch["train_steps"] = drawn[batch.batch["sample_id"]]
+            trained.batch["train_steps"] = drawn[trained.batch["sample_id"]]
         with timer(timing, "update_actor"):
             stale = experience.version != self.global_step
-            metrics = self._update_actor(
-                self._for_training(batch, keys), self.config.actor_rollout_ref.rollout.n, stale
-            )
+            metrics = self._update_actor(self._for_training(trained, keys), minis, stale)
         return batch, metrics | corrected
 
     @property

@@ -1,6 +1,7 @@
 """What validation shows and keeps: scores by data source, and the images themselves on disk."""
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +17,14 @@ def validation_metrics(batch: DataProto, n: int) -> dict[str, float]:
     scores = batch.batch["rm_scores"][:, 0].tolist()
     sources = batch.non_tensor_batch["data_source"]
     for source, score, extra in zip(sources, scores, reward_extras(batch), strict=True):
+        if math.isnan(score):  # its reward failed: no score is not a low one
+            values[f"val-aux/{source}/failed"].append(1.0)
+            continue
         values[f"val-core/{source}/reward/mean@{n}"].append(score)
         for key, told in extra.items():
             if isinstance(told, int | float | np.number) and not isinstance(told, bool):
                 values[f"val-aux/{source}/{key}/mean@{n}"].append(float(told))
-    return {name: float(np.mean(v)) for name, v in values.items()}
+    return {name: float(np.sum(v) if name.endswith("/failed") else np.mean(v)) for name, v in values.items()}
 
 
 def reward_extras(batch: DataProto) -> Sequence[dict[str, Any]]:
@@ -41,7 +45,7 @@ def write_samples(batch: DataProto, folder: Path) -> None:
                 "index": i,
                 "prompt": batch.non_tensor_batch["prompt"][i],
                 "ground_truth": reward_model.get("ground_truth"),
-                "score": batch.batch["rm_scores"][i, 0].item(),
+                "score": None if math.isnan(score := batch.batch["rm_scores"][i, 0].item()) else score,
                 "seed": int(batch.non_tensor_batch["seed"][i]),
                 "image": name,
                 "reward_extra_info": extras[i],

@@ -25,11 +25,22 @@ def pair_indices(data: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Ten
 
 
 def micro_batches(data: dict[str, torch.Tensor], size: int) -> Iterator[tuple[dict[str, torch.Tensor], float]]:
-    """(micro-batch of up to `size` pairs, its share of all pairs)."""
+    """(micro-batch of up to `size` pairs, its share of all pairs).
+
+    A column `share` says each sample's part of the rank's mean. Samples with 0 run only where a rank has nothing else
+    to run: every rank takes part in every forward.
+    """
     rows, steps = pair_indices(data)
+    weights = data["share"].cpu()[rows] * (len(data["share"]) / len(rows)) if "share" in data else None
     for start in range(0, len(rows), size):
         row, step = rows[start : start + size], steps[start : start + size]
-        yield take_pairs(data, row, step), len(row) / len(rows)
+        share = len(row) / len(rows)
+        if weights is not None:
+            weight = weights[start : start + size]
+            share, real = weight.sum().item(), weight > 0
+            if real.any():
+                row, step = row[real], step[real]
+        yield take_pairs(data, row, step), share
 
 
 def take_pairs(data: dict[str, torch.Tensor], rows: torch.Tensor, steps: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -43,6 +54,6 @@ def take_pairs(data: dict[str, torch.Tensor], rows: torch.Tensor, steps: torch.T
     for key, value in data.items():
         if key in STEP_KEYS:
             batch[key] = value[rows, steps]
-        elif key not in ("all_latents", "final_latents", "train_steps", "sample_id"):
+        elif key not in ("all_latents", "final_latents", "train_steps", "sample_id", "share"):
             batch[key] = value[rows]
     return batch

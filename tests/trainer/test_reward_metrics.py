@@ -1,0 +1,73 @@
+"""Each reward's own numbers, and the word that is said of one that looks wrong."""
+
+import numpy as np
+import torch
+from verl.protocol import DataProto
+
+from verl_omni.trainer.diffusion.reward_metrics import RewardWatch, reward_metrics
+from verl_omni.utils.arrays import object_array
+
+RNG = np.random.default_rng(0)
+
+
+def test_numbers_of_each_reward():
+    told = [
+        {"ocr": 0.0, "pick": 20.0},
+        {"ocr": 0.0, "pick": 22.0},
+        {"ocr": 1.0, "pick": 24.0},
+        {"ocr": 0.5, "pick": 24.0},
+    ]
+    batch = DataProto.from_dict(
+        {"sample_level_rewards": torch.zeros(4)},
+        {"uid": object_array(["a", "a", "b", "b"]), "reward_extra_info": object_array(told)},
+    )
+    found = reward_metrics(batch, ["ocr", "pick"])
+    assert found["reward/ocr/mean"] == 0.375 and found["reward/pick/mean"] == 22.5
+    assert found["reward/pick/std"] == np.std([20, 22, 24, 24])
+    assert (found["reward/pick/min"], found["reward/pick/max"]) == (20.0, 24.0)
+    assert (found["reward/ocr/zero_std_ratio"], found["reward/pick/zero_std_ratio"]) == (0.5, 0.5)
+    assert found["reward/failed"] == 0.0
+
+
+def test_one_reward_has_the_name_of_its_data_source():
+    batch = DataProto.from_dict(
+        {"sample_level_rewards": torch.tensor([1.0, 3.0, 5.0])},
+        {"uid": object_array(["a", "a", "b"]), "data_source": object_array(["ocr", "ocr", "geneval"])},
+    )
+    found = reward_metrics(batch, [])
+    assert (found["reward/ocr/mean"], found["reward/geneval/mean"]) == (2.0, 5.0)
+
+
+def said(**courses) -> list[str]:
+    """All that is said of rewards whose means take these courses, step by step: (mean, share of groups alike)."""
+    watch, lines = RewardWatch(), []
+    for step in range(len(next(iter(courses.values())))):
+        metrics = {}
+        for name, course in courses.items():
+            metrics[f"reward/{name}/mean"], metrics[f"reward/{name}/zero_std_ratio"] = course[step]
+        lines += watch.see(metrics)
+    return lines
+
+
+def course(start: float, end: float, alike: float = 0.0, steps: int = 40) -> list[tuple[float, float]]:
+    return [(mean + RNG.normal(0, 0.02), alike) for mean in np.linspace(start, end, steps)]
+
+
+def test_a_reward_that_rises_is_nothing_to_speak_of():
+    assert said(ocr=course(0.3, 0.9), pick=course(0.5, 0.5)) == []
+
+
+def test_saturated_is_said_once():
+    (line,) = said(ocr=course(1.0, 1.0, alike=0.95))
+    assert 'reward "ocr": for 10 steps' in line and "nothing more to teach" in line
+
+
+def test_collapsed():
+    (line,) = said(ocr=course(0.8, 0.2))
+    assert line.startswith('reward "ocr" has fallen from 0.7')
+
+
+def test_one_against_the_other():
+    lines = said(ocr=course(0.3, 0.9), pick=course(0.9, 0.3))
+    assert any('reward "ocr" rises while "pick" falls' in line for line in lines)
+    assert sum("rises while" in line for line in lines) == 1

@@ -1,0 +1,76 @@
+"""A reward in processes of its own: it never holds up who asks, and may have devices that nobody else uses."""
+
+import inspect
+import queue
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from verl_omni.rewards.choice import Choice
+from verl_omni.rewards.registry import Scores, get_reward_fn
+from verl_omni.utils.external_lib import import_external_lib
+
+
+class ScorerProcess:
+    """One process: the reward is loaded once, and scores batches."""
+
+    def __init__(self, name: str, settings: Mapping[str, Any], external_lib: Any):
+        import_external_lib(external_lib)
+        reward = get_reward_fn(name)
+        self._settings = {} if inspect.isclass(reward) else dict(settings)
+        self._scorer = reward(**settings) if inspect.isclass(reward) else reward
+        parameters = inspect.signature(self._scorer).parameters.values()
+        self._wanted = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+    def loaded(self) -> None:
+        """Answered once the reward is there."""
+
+    def score(self, columns: dict[str, list]) -> Scores:
+        return self._scorer(**{k: v for k, v in columns.items() if k in self._wanted}, **self._settings)
+
+
+class ScorerPool:
+    """Its processes, called like a function: each batch goes to one that is free."""
+
+    def __init__(self, processes: list[Any]):
+        self._processes = processes
+        self._free: queue.SimpleQueue = queue.SimpleQueue()
+        for process in processes:
+            self._free.put(process)
+
+    def load(self) -> None:
+        try:
+            ray.get([process.loaded.remote() for process in self._processes])
+        except ray.exceptions.RayActorError as error:
+            raise RuntimeError(_why(error)) from error
+
+    def __call__(self, images: list, ground_truths: list, prompts: list, extra_infos: list) -> Scores:
+        columns = {"images": images, "ground_truths": ground_truths, "prompts": prompts, "extra_infos": extra_infos}
+        process = self._free.get()
+        try:
+            return ray.get(process.score.remote(columns))
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from error
+        finally:
+            self._free.put(process)
+
+
+def start_pools(choices: Mapping[str, Choice], external_lib: Any) -> dict[str, list[Any]]:
+    """Label -> processes of the rewards that want some. One that dies is started again by Ray."""
+    process = ray.remote(ScorerProcess)
+    return {
+        label: [
+            process.options(num_cpus=0, num_gpus=choice.gpus, max_restarts=-1).remote(
+                choice.name, dict(choice.settings), external_lib
+            )
+            for _ in range(choice.processes)
+        ]
+        for label, choice in choices.items()
+        if choice.processes
+    }
+
+
+def _why(error: Exception) -> str:
+    """The last line of what Ray says of a process that did not start."""
+    return [line.strip() for line in str(error).splitlines() if line.strip()][-1]

@@ -1,0 +1,91 @@
+"""One reward of a run: its calls gathered into batches, tried again where they fail, and counted."""
+
+import asyncio
+import random
+from typing import Any
+
+from verl_omni.rewards.reward_function import RewardError, RewardFunction
+from verl_omni.utils.batcher import Batcher
+
+FIRST_PAUSE = 0.2  # seconds before a failed call is tried again; twice as long each further time
+
+
+class Scoring:
+    """`score` of single samples. A function for many images is called with up to `batch_size` of them.
+
+    `parallel` batches are scored at once, for a reward with as many processes of its own.
+    """
+
+    def __init__(
+        self,
+        function: RewardFunction,
+        batch_size: int = 8,
+        retries: int = 0,
+        parallel: int = 1,
+        services: dict[str, Any] | None = None,
+    ):
+        self.function, self.retries, self.services = function, retries, services
+        loop = asyncio.get_running_loop()
+
+        def work(samples: list[dict[str, Any]]) -> list[dict[str, Any] | RewardError]:
+            return asyncio.run_coroutine_threadsafe(self._scores(samples), loop).result()
+
+        self._batcher = Batcher(work, batch_size, 0.01, parallel)
+
+    async def score(self, sample: dict[str, Any], kind: Any = None, position: tuple | None = None) -> dict[str, Any]:
+        """`{"score": ...}` of a sample; samples of one `kind` may meet in a call. Raises what the last try raised."""
+        if self.function.batched:
+            return await self._batcher.submit(sample, kind, position)
+        answer = await self._one(sample)
+        if isinstance(answer, RewardError):
+            raise answer
+        return answer
+
+    async def _scores(self, samples: list[dict[str, Any]]) -> list[dict[str, Any] | RewardError]:
+        """A batch that fails is tried again image by image: one of them may be the cause."""
+        if len(samples) == 1:
+            return [await self._one(samples[0])]
+        answers = await self._tried(samples, 0)
+        if isinstance(answers, RewardError) and answers.wrong_count and self.retries:
+            answers = await self._tried(samples, self.retries - 1)
+        if not isinstance(answers, RewardError):
+            return answers
+        if answers.is_final or answers.timed_out or answers.wrong_count:
+            return [answers] * len(samples)
+        return [await self._one(sample) for sample in samples]
+
+    async def _one(self, sample: dict[str, Any]) -> dict[str, Any] | RewardError:
+        answers = await self._tried([sample], self.retries)
+        return answers if isinstance(answers, RewardError) else answers[0]
+
+    async def _tried(self, samples: list[dict[str, Any]], retries: int) -> list[dict[str, Any]] | RewardError:
+        """The answers, or what the last try raised."""
+        for attempt in range(retries + 1):
+            if attempt:  # others wait too: not all at the same moment
+                await asyncio.sleep(FIRST_PAUSE * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+            try:
+                return await self.function.score(samples, self.services)
+            except RewardError as error:
+                failure = error
+                if error.is_final or error.timed_out:  # another call would hang as long
+                    break
+        return failure
+
+
+class Failures:
+    """Samples without a score: how many in a row, and when that ends the run."""
+
+    def __init__(self, on_failure: str = "drop", most_in_a_row: int = 3):
+        self.on_failure, self.most = on_failure, most_in_a_row
+        self._in_a_row: dict[str, int] = {}
+
+    def scored(self, label: str) -> None:
+        self._in_a_row[label] = 0
+
+    def failed(self, label: str, error: RewardError) -> None:
+        """Raises where the run is to end."""
+        count = self._in_a_row[label] = self._in_a_row.get(label, 0) + 1
+        if self.on_failure == "stop" or error.is_final:
+            raise error
+        if count >= self.most:
+            raise RewardError(f"{error}; {count} images in a row had no score (reward.max_failures={self.most})")
