@@ -6,6 +6,7 @@ import sys
 SUBCOMMANDS = {
     "train": "verl_omni.cli.train",
     "plan": "verl_omni.cli.plan",
+    "score": "verl_omni.cli.score",
     "report": "verl_omni.report.report",
     "prepare-pairs": "verl_omni.data.prepare_offline_dpo",
 }

@@ -7,9 +7,7 @@ Reads what the trainer writes into its run folder: ``metrics.jsonl``, ``config.y
 """
 
 import argparse
-import base64
 import functools
-import io
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,12 +19,12 @@ from typing import Any
 import yaml
 
 from verl_omni.report.charts import Series, line_chart, stacked_bars
+from verl_omni.report.pictures import data_uri
 from verl_omni.report.starts import read_starts
 from verl_omni.report.style import STYLE
 from verl_omni.report.tracking import read_metrics, readable
 
 MAX_PAIRS = 36
-THUMBNAIL = 256
 WIDE, NARROW = 1000, 480
 SEEDS = ("trainer.seed", "data.seed", "actor_rollout_ref.rollout.seed")
 OUTSIDE_STEP = ("testing", "save_checkpoint")
@@ -238,7 +236,10 @@ def _images(run: Run) -> str:
     validations = run.validations()
     if not validations:
         return ""
-    kept = [(step, folder, {sample["index"]: sample for sample in _samples(folder)}) for step, folder in validations]
+    kept = [
+        (step, folder, {s["index"]: s for s in _samples(folder) if s["score"] is not None})  # None: its reward failed
+        for step, folder in validations
+    ]
     shown = [kept[0], kept[-1]] if len(kept) > 1 else kept
     common = [index for index in shown[-1][2] if index in shown[0][2]][:MAX_PAIRS]
     scores = [float(samples[index]["score"]) for _, _, samples in shown for index in common]
@@ -266,7 +267,7 @@ def _shot(sample: dict[str, Any], folder: Path, step: int, scores: Sequence[floa
     good = (float(sample["score"]) - low) / (high - low) if high > low else 0.5
     score = f'<i class="score" style="--good:{good:.2f}">{readable(sample["score"], 2)}</i>'
     return (
-        f'<div class="shot"><img alt="step {step}" src="{_data_uri(folder / sample["image"])}">'
+        f'<div class="shot"><img alt="step {step}" src="{data_uri(folder / sample["image"])}">'
         f"<span>{score}</span>{''.join(told)}</div>"
     )
 
@@ -300,19 +301,6 @@ def _config(run: Run) -> str:
 def _samples(folder: Path) -> Iterable[dict[str, Any]]:
     with (folder / "samples.jsonl").open(encoding="utf-8") as lines:
         return [json.loads(line) for line in lines if line.strip()]
-
-
-def _data_uri(path: Path) -> str:
-    """The image inside the page: large ones as thumbnails, so that the page stays light; animations as they are."""
-    if path.suffix == ".gif":
-        return "data:image/gif;base64," + base64.b64encode(path.read_bytes()).decode()
-    from PIL import Image
-
-    with Image.open(path) as image:
-        image.thumbnail((THUMBNAIL, THUMBNAIL))
-        file = io.BytesIO()
-        image.save(file, "PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def _short(value: Any) -> str:

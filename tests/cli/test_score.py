@@ -1,0 +1,95 @@
+"""`verl-omni score`: a reward on images that are there."""
+
+import json
+import sys
+
+import pytest
+from PIL import Image
+
+from verl_omni.cli import score as command
+from verl_omni.rewards.scorers.jpeg import jpeg_kilobytes
+
+REWARD = """
+def compute_score(image, prompt, ground_truth):
+    if ground_truth == "broken":
+        raise ValueError("cannot judge this")
+    return {"score": image.getpixel((0, 0))[0] / 255, "seen": prompt}
+"""
+
+
+@pytest.fixture
+def images(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "images").mkdir()
+    for i, level in enumerate((51, 255, 102)):
+        Image.new("RGB", (16, 16), (level, 0, 0)).save(tmp_path / "images" / f"{i}.png")
+    (tmp_path / "mine.py").write_text(REWARD)
+    return tmp_path
+
+
+def run(monkeypatch, *arguments: str) -> int | str | None:
+    monkeypatch.setattr(sys, "argv", ["score", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    return ended.value.code
+
+
+def test_a_table_a_page_and_lines(images, monkeypatch, capsys):
+    rewards = ["--function", "mine.py:compute_score", "--scorer", "jpeg_compressibility"]
+    rewards += ["--set", "jpeg_compressibility.quality=50"]
+    code = run(monkeypatch, *rewards, "images", "--prompt", "a <b>", "--json", "out.jsonl")
+    assert code == 0
+    lines = [json.loads(line) for line in (images / "out.jsonl").read_text().splitlines()]
+    assert [line["compute_score"] for line in lines] == [
+        {"score": level, "seen": "a <b>"} for level in (0.2, 1.0, pytest.approx(0.4))
+    ]
+    kilobytes = jpeg_kilobytes(Image.open(images / "images/0.png"), quality=50)
+    assert lines[0]["jpeg_compressibility"] == {"score": -kilobytes}
+    page = (images / "scores.html").read_text()
+    assert page.count("data:image/png") == 3 and "a &lt;b&gt;" in page
+    shown = capsys.readouterr().out
+    assert "mean" in shown and shown.index("0.png") < shown.index("1.png")  # by the first scorer, which is jpeg's
+
+
+def test_a_failure_is_shown_and_is_no_score(images, monkeypatch, capsys):
+    (images / "truths.txt").write_text("fine\nbroken\nfine\n")
+    code = run(monkeypatch, "--function", "mine.py", "images", "--ground-truths", "truths.txt")
+    shown = capsys.readouterr()
+    assert code == 1 and "1 of 3 scores failed" in shown.err
+    assert "1.png          failed" in shown.out and "ValueError: cannot judge this" in shown.out
+    assert "mean           0.3000" in shown.out
+
+
+def test_a_runs_samples_and_pairs_of_them(images, monkeypatch):
+    rows = [{"image": f"images/{i}.png", "prompt": "ab"[i // 2], "ground_truth": "x"} for i in range(3)]
+    (images / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(monkeypatch, "--function", "mine.py", "--samples", "samples.jsonl", "--pairs", "p.jsonl") == 0
+    (pair,) = [json.loads(line) for line in (images / "p.jsonl").read_text().splitlines()]
+    assert pair["prompt"] == "a" and (pair["chosen_score"], pair["rejected_score"]) == (1.0, 0.2)
+    from verl_omni.data.prepare_offline_dpo import read_pairs
+
+    (read,) = read_pairs(images / "p.jsonl")
+    assert read.chosen.name == "1.png" and read.rejected.name == "0.png"
+
+
+BAD = {
+    "no reward": (["images"], "say which reward: --scorer NAME"),
+    "no images": (["--scorer", "ocr"], "say which images"),
+    "unknown": (["--scorer", "ocrr", "images"], 'unknown reward (data_source) "ocrr"'),
+    "setting": (["--scorer", "ocr", "--set", "ocr.thread=1", "images"], 'unknown setting of reward.scorers.ocr "thread'),
+    "setting of none": (["--scorer", "ocr", "--set", "ocrr.n=1", "images"], "there is no --scorer ocrr"),
+    "no setting": (["--scorer", "ocr", "--set", "threads", "images"], "expected SCORER.SETTING=VALUE"),
+    "not there": (["--scorer", "ocr", "nowhere"], "nowhere is not there"),
+    "lines": (["--function", "mine.py", "images", "--prompts", "mine.py"], "lines for 3 images: expected one for each"),
+    "empty": (["--function", "mine.py", "empty"], "empty holds no image"),
+    "no sample": (["--function", "mine.py", "--samples", "mine.py"], "mine.py, line 2: Expecting value"),
+    "no pair": (["--function", "mine.py", "images/0.png", "--pairs", "p"], "there is no pair to write"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_mistakes_are_one_line(images, monkeypatch, case):
+    (images / "empty").mkdir()
+    arguments, said = BAD[case]
+    code = run(monkeypatch, *arguments)
+    assert code.startswith("error: ") and said in code and "\n" not in code
