@@ -76,7 +76,7 @@ BAD = {
     "no reward": (["images"], "say which reward: --scorer NAME"),
     "no images": (["--scorer", "ocr"], "say which images"),
     "unknown": (["--scorer", "ocrr", "images"], 'unknown reward (data_source) "ocrr"'),
-    "setting": (["--scorer", "ocr", "--set", "ocr.thread=1", "images"], 'unknown setting of reward.scorers.ocr "thread'),
+    "setting": (["--scorer", "ocr", "--set", "ocr.thread=1", "images"], 'setting of reward.scorers.ocr "thread"'),
     "setting of none": (["--scorer", "ocr", "--set", "ocrr.n=1", "images"], "there is no --scorer ocrr"),
     "no setting": (["--scorer", "ocr", "--set", "threads", "images"], "expected SCORER.SETTING=VALUE"),
     "not there": (["--scorer", "ocr", "nowhere"], "nowhere is not there"),
