@@ -1,97 +1,19 @@
 """Does an image show the wanted text? Read it with a real OCR (rapidocr) and compare."""
 
 import re
-import threading
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, get_args
 
-import numpy as np
-
 from verl_omni.config.knob import Range
-from verl_omni.rewards.images import to_rgb_array
 from verl_omni.rewards.registry import register_reward
+from verl_omni.rewards.text_reader import Mode, read_text
 from verl_omni.utils.suggest import unknown
 
-Mode = Literal["line", "full"]
 Matching = Literal["words", "contains"]
 Threads = Annotated[int, Range(least=1)]
 
 # A recogniser drops spaces here and there ("EST.1987"), but hardly between two letters. Han and kana need none.
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|\d+(?:[.,:]\d+)*|[^\W\d_\u3040-\u30ff\u3400-\u9fff]+|[^\w\s]|_")
-
-_readers: dict[int, "TextReader"] = {}
-_readers_lock = threading.Lock()
-
-
-class TextReader:
-    """rapidocr with its models loaded once. Create it with :func:`get_reader`."""
-
-    def __init__(self, num_threads: int = 1):
-        try:
-            from rapidocr import RapidOCR
-        except ImportError as error:
-            raise ImportError("the OCR reward needs rapidocr: pip install 'verl-omni[rewards]'") from error
-
-        self._pipeline = RapidOCR(
-            params={
-                "Global.log_level": "critical",
-                "EngineConfig.onnxruntime.intra_op_num_threads": num_threads,
-                # The recogniser pads each crop to at least this shape: by default to a width of 320, which makes a
-                # crop of 96 four times slower, and changes what is read from it.
-                "Rec.rec_img_shape": [3, 48, 16],
-                "Rec.rec_batch_num": 8,
-            }
-        )
-        # rapidocr loads a model when it is first used.
-        self._pipeline(np.full((48, 48, 3), 255, np.uint8), use_det=False, use_cls=False, use_rec=True)
-        self._recogniser = self._pipeline.text_rec
-
-    def read_lines(self, images: list[np.ndarray]) -> list[str]:
-        """Recogniser only: each image, scaled to a height of 48, is one line of text."""
-        from rapidocr.ch_ppocr_rec import TextRecInput
-
-        # Crops of different widths in one batch would be padded to the widest, and then what is read from an image
-        # would depend on the others.
-        by_shape = defaultdict(list)
-        for index, image in enumerate(images):
-            by_shape[image.shape].append(index)
-        texts = [""] * len(images)
-        for indices in by_shape.values():
-            found = self._recogniser(TextRecInput(img=[images[i] for i in indices], return_word_box=False))
-            for index, text in zip(indices, found.txts, strict=True):
-                texts[index] = text
-        return texts
-
-    def read_scene(self, image: np.ndarray) -> str:
-        """Detector and recogniser: all texts found in the image, in reading order, joined by spaces."""
-        found = self._pipeline(image, use_det=True, use_cls=True, use_rec=True)
-        return " ".join(getattr(found, "txts", None) or ())
-
-
-def get_reader(num_threads: int = 1) -> TextReader:
-    """The reader of this process, created by the first call."""
-    with _readers_lock:
-        if num_threads not in _readers:
-            _readers[num_threads] = TextReader(num_threads)
-        return _readers[num_threads]
-
-
-def read_text(images: list, mode: Mode = "full", num_threads: int = 1) -> list[str]:
-    """What the OCR reads in each image (see :func:`to_rgb_array` for the forms that an image may have).
-
-    Args:
-        mode: "full" for a scene with text somewhere: a detector finds the places first, and all that they say is
-            joined. "line" when an image is one line of text from edge to edge: it goes straight to the recogniser,
-            some milliseconds an image.
-        num_threads: threads of onnxruntime.
-    """
-    if mode not in ("line", "full"):
-        raise ValueError(f'mode must be "line" or "full", not {mode!r}')
-    # rapidocr takes arrays for BGR, as OpenCV does.
-    arrays = [np.ascontiguousarray(to_rgb_array(image)[:, :, ::-1]) for image in images]
-    reader = get_reader(num_threads)
-    return reader.read_lines(arrays) if mode == "line" else [reader.read_scene(array) for array in arrays]
 
 
 def edit_distance(a: str, b: str) -> int:
