@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 from tiny_models import tiny_checkpoint
 from verl.protocol import DataProto
 
@@ -17,12 +17,12 @@ from verl_omni.data.loading import load_datasets
 from verl_omni.rewards.choice import rewards_of
 from verl_omni.rewards.image_manager import ImageRewardManager
 from verl_omni.rewards.reward_loop import load_custom_reward_function
+from verl_omni.testing.scenes import Sign, draw_scene
 
 pytest.importorskip("rapidocr")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.glob("*/*ocr*.yaml"))
-SIGNS = ["Main St", "SALE 50%", "Tel 555-0199", "EST. 1987"]
 
 # (wanted, what the scene shows, font, size, least score, most)
 SCENES = [
@@ -44,29 +44,9 @@ SCENES = [
 ]
 
 
-def font(name: str, size: int) -> ImageFont.FreeTypeFont:
-    """A font of the machine, or Pillow's own where it has none of that name."""
-    try:
-        return ImageFont.truetype(name, size)
-    except OSError:
-        return ImageFont.load_default(size=size)
-
-
 def scene(text: str, kind: str, size: int, seed: int) -> Image.Image:
-    """512 x 512: spots, a light board with the text, and three other signs."""
-    rng = np.random.default_rng(seed)
-    image = Image.linear_gradient("L").resize((512, 512)).convert("RGB")
-    draw = ImageDraw.Draw(image)
-    for x, y, d in rng.integers(0, [512, 512, 60], (30, 3)).tolist():
-        draw.ellipse((x, y, x + d, y + d), fill=tuple(rng.integers(0, 256, 3).tolist()))
-    for y, sign in zip((30, 100, 430), rng.permutation(SIGNS), strict=False):
-        draw.rectangle((30, y, 250, y + 50), fill=(20, 30, 60))
-        draw.text((140, y + 25), sign, fill=(250, 250, 200), font=font("plain", 24), anchor="mm")
-    board = Image.new("RGB", (470, 180), (245, 240, 230))
-    stroke = 1 if kind == "bold" else 0
-    ImageDraw.Draw(board).text((235, 90), text, (150, 20, 20), font(kind, size), anchor="mm", stroke_width=stroke)
-    image.paste(board.rotate(8, expand=True) if kind == "tilted" else board, (20, 190))
-    return image
+    how = {"bold": {"stroke": 1}, "tilted": {"angle": 8.0}}.get(kind, {})
+    return draw_scene(Sign(text, kind, size, **how), seed)
 
 
 def row(item: dict, image: Image.Image) -> DataProto:

@@ -16,17 +16,15 @@ from verl_omni.rewards import (
     register_reward,
 )
 from verl_omni.rewards.images import to_rgb_array
-from verl_omni.rewards.scorers import ocr as ocr_module
 from verl_omni.rewards.scorers.ocr import (
     _squeeze,
     compute_score_ocr,
     compute_score_ocr_line,
     edit_distance,
-    get_reader,
     normalised_edit_distance,
-    read_text,
     share_wrong_in_words,
 )
+from verl_omni.rewards.text_reader import get_reader, read_text
 
 needs_rapidocr = pytest.mark.skipif(importlib.util.find_spec("rapidocr") is None, reason="rapidocr is not installed")
 
@@ -183,7 +181,7 @@ def test_bad_arguments_get_one_clear_line():
 
 def test_without_rapidocr_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "rapidocr", None)
-    monkeypatch.setattr(ocr_module, "_readers", {})
+    monkeypatch.setattr("verl_omni.rewards.text_reader._readers", {})
     with pytest.raises(ImportError, match=r"pip install 'verl-omni\[rewards\]'"):
         read_text([line("407")], "line")
 

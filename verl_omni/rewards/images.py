@@ -32,3 +32,15 @@ def to_rgb_array(image: Any) -> np.ndarray:
             raise ValueError("an image has NaN or infinite pixels: the model that drew it has diverged")
         image = (image.clip(0, 1) * 255).round().astype(np.uint8)
     return np.repeat(image, 3, axis=2) if image.shape[2] == 1 else image
+
+
+def frames_of(image: Any) -> list | None:
+    """The frames of a video, or None for a still image.
+
+    A video is a list of images, or a tensor or array with frames as its first dimension.
+    """
+    if not isinstance(image, list | tuple) and getattr(image, "ndim", None) != 4:
+        return None
+    if not len(image):
+        raise ValueError("a video has no frames")
+    return list(image)

@@ -1,97 +1,36 @@
 """Does an image show the wanted text? Read it with a real OCR (rapidocr) and compare."""
 
 import re
-import threading
-from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby, islice
+from statistics import fmean
 from typing import Annotated, Any, Literal, get_args
 
-import numpy as np
-
 from verl_omni.config.knob import Range
-from verl_omni.rewards.images import to_rgb_array
+from verl_omni.rewards.images import frames_of
 from verl_omni.rewards.registry import register_reward
+from verl_omni.rewards.text_reader import read_text, recogniser_file
 from verl_omni.utils.suggest import unknown
 
-Mode = Literal["line", "full"]
-Matching = Literal["words", "contains"]
+
+@dataclass(frozen=True)
+class Readable(Range):
+    """A language whose recogniser is there."""
+
+    def check(self, name: str, value: Any) -> None:
+        recogniser_file(value, name)
+
+
+Matching = Literal["words", "exact", "contains", "everything"]
+OverFrames = Literal["mean", "best", "worst"]
 Threads = Annotated[int, Range(least=1)]
+FrameStep = Annotated[int, Range(least=1)]
+Language = Annotated[str, Readable()]
 
 # A recogniser drops spaces here and there ("EST.1987"), but hardly between two letters. Han and kana need none.
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|\d+(?:[.,:]\d+)*|[^\W\d_\u3040-\u30ff\u3400-\u9fff]+|[^\w\s]|_")
-
-_readers: dict[int, "TextReader"] = {}
-_readers_lock = threading.Lock()
-
-
-class TextReader:
-    """rapidocr with its models loaded once. Create it with :func:`get_reader`."""
-
-    def __init__(self, num_threads: int = 1):
-        try:
-            from rapidocr import RapidOCR
-        except ImportError as error:
-            raise ImportError("the OCR reward needs rapidocr: pip install 'verl-omni[rewards]'") from error
-
-        self._pipeline = RapidOCR(
-            params={
-                "Global.log_level": "critical",
-                "EngineConfig.onnxruntime.intra_op_num_threads": num_threads,
-                # The recogniser pads each crop to at least this shape: by default to a width of 320, which makes a
-                # crop of 96 four times slower, and changes what is read from it.
-                "Rec.rec_img_shape": [3, 48, 16],
-                "Rec.rec_batch_num": 8,
-            }
-        )
-        # rapidocr loads a model when it is first used.
-        self._pipeline(np.full((48, 48, 3), 255, np.uint8), use_det=False, use_cls=False, use_rec=True)
-        self._recogniser = self._pipeline.text_rec
-
-    def read_lines(self, images: list[np.ndarray]) -> list[str]:
-        """Recogniser only: each image, scaled to a height of 48, is one line of text."""
-        from rapidocr.ch_ppocr_rec import TextRecInput
-
-        # Crops of different widths in one batch would be padded to the widest, and then what is read from an image
-        # would depend on the others.
-        by_shape = defaultdict(list)
-        for index, image in enumerate(images):
-            by_shape[image.shape].append(index)
-        texts = [""] * len(images)
-        for indices in by_shape.values():
-            found = self._recogniser(TextRecInput(img=[images[i] for i in indices], return_word_box=False))
-            for index, text in zip(indices, found.txts, strict=True):
-                texts[index] = text
-        return texts
-
-    def read_scene(self, image: np.ndarray) -> str:
-        """Detector and recogniser: all texts found in the image, in reading order, joined by spaces."""
-        found = self._pipeline(image, use_det=True, use_cls=True, use_rec=True)
-        return " ".join(getattr(found, "txts", None) or ())
-
-
-def get_reader(num_threads: int = 1) -> TextReader:
-    """The reader of this process, created by the first call."""
-    with _readers_lock:
-        if num_threads not in _readers:
-            _readers[num_threads] = TextReader(num_threads)
-        return _readers[num_threads]
-
-
-def read_text(images: list, mode: Mode = "full", num_threads: int = 1) -> list[str]:
-    """What the OCR reads in each image (see :func:`to_rgb_array` for the forms that an image may have).
-
-    Args:
-        mode: "full" for a scene with text somewhere: a detector finds the places first, and all that they say is
-            joined. "line" when an image is one line of text from edge to edge: it goes straight to the recogniser,
-            some milliseconds an image.
-        num_threads: threads of onnxruntime.
-    """
-    if mode not in ("line", "full"):
-        raise ValueError(f'mode must be "line" or "full", not {mode!r}')
-    # rapidocr takes arrays for BGR, as OpenCV does.
-    arrays = [np.ascontiguousarray(to_rgb_array(image)[:, :, ::-1]) for image in images]
-    reader = get_reader(num_threads)
-    return reader.read_lines(arrays) if mode == "line" else [reader.read_scene(array) for array in arrays]
 
 
 def edit_distance(a: str, b: str) -> int:
@@ -141,6 +80,20 @@ def share_wrong_unless_contained(text: str, wanted: str) -> float:
     return 0.0 if wanted in text else min(edit_distance(text, wanted) / len(wanted), 1.0)
 
 
+def share_wrong_unless_exact(text: str, wanted: str) -> float:
+    """Nothing is wrong where a run of whole words is the wanted text, else all of it."""
+    return float(share_wrong_in_words(text, wanted) > 0)
+
+
+SHARE_WRONG: dict[str, Callable[[str, str], float]] = {
+    "words": share_wrong_in_words,
+    "exact": share_wrong_unless_exact,
+    "contains": share_wrong_unless_contained,
+    "everything": share_wrong_in_line,
+}
+OVER_FRAMES: dict[str, Callable[[list[float]], float]] = {"mean": fmean, "best": max, "worst": min}
+
+
 @register_reward("ocr", package="rapidocr")
 def compute_score_ocr(
     images: list,
@@ -149,21 +102,29 @@ def compute_score_ocr(
     extra_infos: list[dict] | None = None,
     *,
     matching: Matching = "words",
+    language: Language = "en",
+    over_frames: OverFrames = "mean",
+    frame_step: FrameStep = 1,
     num_threads: Threads = 1,
 ) -> list[dict[str, Any]]:
     """Does the scene show the ground truth? Score = 1 - edit distance / length of the ground truth.
 
     As in the OCR task of Flow-GRPO (arXiv 2505.05470), upper and lower case are the same, spaces do not count, and
     other text in the scene costs nothing. ``matching`` says what the ground truth is compared with: "words" with the
-    nearest run of whole words, "contains" as published, where "Start" shows "art", and one wrong letter beside other
-    text makes a 0. ``num_threads`` is that of :func:`read_text`.
+    nearest run of whole words, "exact" with the same, where a single wrong letter makes a 0, "contains" as published,
+    where "Start" shows "art", and one wrong letter beside other text makes a 0, "everything" with all that is read, in
+    which other text counts as wrong (the distance is divided by the longer of the two).
 
-    Returns for each image ``score``, ``ocr_text`` (what was read) and ``exact`` (1.0 where nothing is wrong, else 0.0).
+    Of a video each ``frame_step``-th frame is scored, from the first on, and ``over_frames`` says what that comes to.
+    ``language`` and ``num_threads`` are those of :func:`read_text`.
+
+    Returns for each image ``score``, ``ocr_text`` (what was read; in a video, what frames say one after the other) and
+    ``exact`` (1.0 where nothing is wrong, else 0.0; over the frames of a video as the score).
     """
     if matching not in get_args(Matching):
         raise ValueError(unknown("matching", matching, get_args(Matching)))
-    share_wrong = share_wrong_in_words if matching == "words" else share_wrong_unless_contained
-    return _scores(images, ground_truths, "full", share_wrong, num_threads)
+    read = partial(read_text, mode="full", num_threads=num_threads, language=language)
+    return _scores(images, ground_truths, read, SHARE_WRONG[matching], over_frames, frame_step)
 
 
 @register_reward("ocr_line", package="rapidocr")
@@ -173,17 +134,26 @@ def compute_score_ocr_line(
     prompts: list[str] | None = None,
     extra_infos: list[dict] | None = None,
     *,
+    language: Language = "en",
+    over_frames: OverFrames = "mean",
+    frame_step: FrameStep = 1,
     num_threads: Threads = 1,
 ) -> list[dict[str, Any]]:
     """For images that are one line of text from edge to edge: score = 1 - normalised edit distance.
 
     Case and spaces do not count, all that is read does. Arguments and answers are those of :func:`compute_score_ocr`.
     """
-    return _scores(images, ground_truths, "line", share_wrong_in_line, num_threads)
+    read = partial(read_text, mode="line", num_threads=num_threads, language=language)
+    return _scores(images, ground_truths, read, share_wrong_in_line, over_frames, frame_step)
 
 
 def _scores(
-    images: list, ground_truths: list[str], mode: Mode, share_wrong: Callable[[str, str], float], num_threads: int
+    images: list,
+    ground_truths: list[str],
+    read: Callable[[list], list[str]],
+    share_wrong: Callable[[str, str], float],
+    over_frames: str,
+    frame_step: int,
 ) -> list[dict[str, Any]]:
     if len(images) != len(ground_truths):
         raise ValueError(f"{len(images)} images but {len(ground_truths)} ground truths")
@@ -192,8 +162,20 @@ def _scores(
             raise ValueError(
                 f"the OCR reward needs the text to read as ground truth, and that of image {index} is {truth!r}"
             )
+    if over_frames not in OVER_FRAMES:
+        raise ValueError(unknown("over_frames", over_frames, OVER_FRAMES))
+    shown = [(frames_of(image) or [image])[::frame_step] for image in images]
+    texts = iter(read([frame for frames in shown for frame in frames]))
     results = []
-    for text, truth in zip(read_text(images, mode, num_threads), ground_truths, strict=True):
-        wrong = share_wrong(text, _squeeze(truth))
-        results.append({"score": 1.0 - wrong, "ocr_text": text, "exact": float(wrong == 0)})
+    for frames, truth in zip(shown, ground_truths, strict=True):
+        said = list(islice(texts, len(frames)))
+        wrong = [share_wrong(text, _squeeze(truth)) for text in said]
+        come_to = OVER_FRAMES[over_frames]
+        results.append(
+            {
+                "score": come_to([1.0 - share for share in wrong]),
+                "ocr_text": " | ".join(text for text, _ in groupby(said)),
+                "exact": come_to([float(share == 0) for share in wrong]),
+            }
+        )
     return results
