@@ -7,6 +7,7 @@ SUBCOMMANDS = {
     "train": "verl_omni.cli.train",
     "plan": "verl_omni.cli.plan",
     "report": "verl_omni.report.report",
+    "serve-reward": "verl_omni.cli.serve_reward",
     "prepare-pairs": "verl_omni.data.prepare_offline_dpo",
 }
 
