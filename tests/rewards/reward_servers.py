@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -64,14 +65,19 @@ def serving(scorers: dict[str, Callable], port: int = 0, **options) -> Iterator[
         assert not thread.is_alive()
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
+
+
 def file_of(image: Image.Image, kind: str = "PNG", **options) -> str:
     file = io.BytesIO()
     image.save(file, kind, **options)
     return base64.b64encode(file.getvalue()).decode()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + GUARD
+def until(condition: Callable[[], bool], guard: float = GUARD) -> None:
+    end = time.monotonic() + guard
     while not condition():
         assert time.monotonic() < end, "waited for ever"
         time.sleep(0.01)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from reward_servers import GUARD, Command, Gate, answering, mean, mean_scorer, picture, serving, until
+from reward_servers import GUARD, Command, Gate, answering, free_port, mean, mean_scorer, picture, serving, until
 
 from verl_omni.rewards import check_settings, make_scorer
 from verl_omni.rewards.serving import client
@@ -37,11 +37,6 @@ def batch(count: int, first: int = 0) -> tuple[list, list, list, list]:
         [f"p{s}" for s in seeds],
         [{"index": s} for s in seeds],
     )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
 
 
 def score(value: float) -> tuple[int, dict, bytes]:
