@@ -8,6 +8,7 @@ SUBCOMMANDS = {
     "plan": "verl_omni.cli.plan",
     "score": "verl_omni.cli.score",
     "report": "verl_omni.report.report",
+    "serve-reward": "verl_omni.cli.serve_reward",
     "prepare-pairs": "verl_omni.data.prepare_offline_dpo",
 }
 

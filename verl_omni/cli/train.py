@@ -3,7 +3,7 @@
     verl-omni actor_rollout_ref.model.path=... data.train_files=... [key=value ...]
     python -m verl_omni.trainer.main_diffusion ...      the same
 
-Other subcommands are `verl-omni plan`, `report` and `prepare-pairs`.
+Other subcommands are `verl-omni plan`, `report`, `serve-reward` and `prepare-pairs`.
 
 `--help` lists every knob, `--cfg job` prints the configuration, `--config-dir DIR --config-name RECIPE` runs a recipe,
 `--version` tells the version.

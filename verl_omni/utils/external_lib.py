@@ -7,8 +7,8 @@ from typing import Any
 from verl_omni.utils.registry import registrations
 
 
-def import_external_lib(names: Any) -> None:
-    """`names`: null, one dotted module name, or several (a list, or separated by commas)."""
+def import_external_lib(names: Any, setting: str = "actor_rollout_ref.model.external_lib") -> None:
+    """`names`: null, one dotted module name, or several (a list, or separated by commas), as `setting` gives them."""
     for name in module_names(names):
         try:
             importlib.import_module(name)
@@ -16,13 +16,13 @@ def import_external_lib(names: Any) -> None:
             if error.name != name.split(".")[0] and error.name != name:
                 raise
             raise ModuleNotFoundError(
-                f'actor_rollout_ref.model.external_lib="{name}" cannot be imported: is its folder on PYTHONPATH?'
+                f'{setting}="{name}" cannot be imported: is its folder on PYTHONPATH?'
             ) from error
         except ValueError:  # a registration that is refused says what is wrong
             raise
         except Exception as error:
             raise ValueError(
-                f'actor_rollout_ref.model.external_lib="{name}" cannot be imported: {type(error).__name__}: {error}'
+                f'{setting}="{name}" cannot be imported: {type(error).__name__}: {error}'
             ) from error
 
 
