@@ -399,6 +399,7 @@ def test_names_of_the_user_and_of_the_run_do_not_meet(tmp_path):
     output = run(data, score)
     output.non_tensor_batch["image_file"] = object_array([f"{i}.png" for i in range(4)])
     trainer.agent_loop_manager.start_images.return_value = lambda: (output, lambda: output)
+    trainer.scored_rows = lambda *rows: BaseRayDiffusionTrainer.scored_rows(trainer, *rows)
     _, scores = BaseRayDiffusionTrainer._draw(trainer, data, "current")()
     result = scores()
     assert sorted(seen) == [("prompt 0", 0, 99)] * 2 + [("prompt 1", 1, 99)] * 2

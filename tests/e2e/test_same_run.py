@@ -56,7 +56,7 @@ def run(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reward.py").write_text("def compute_score(image, gain=1):\n    return 0.5\n")
     with publish(tmp_path / "run", STEPS, first_record()) as writing:
-        (writing / "trainer.json").write_text("{}")
+        (writing / "trainer.json").write_text('{"data": {}}')
     (tmp_path / "run/config.yaml").write_text("of the first start")
     return tmp_path
 

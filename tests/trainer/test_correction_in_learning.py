@@ -44,7 +44,7 @@ def learned(*overrides: str, version: int) -> DataProto:
     trainer._scored.side_effect = lambda experience, timing: experience.batch
     for name in ("_for_training", "_mini_batches", "_update_actor"):
         setattr(trainer, name, getattr(PolicyGradientRayTrainer, name).__get__(trainer))
-    PolicyGradientRayTrainer.learn(trainer, Experience("e0", version, batch, lambda: None), {})
+    PolicyGradientRayTrainer.learn(trainer, Experience(("e0",), version, batch, lambda: None), {})
     return trainer.actor_wg.update_actor.call_args.args[0]
 
 

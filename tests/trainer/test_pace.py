@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from verl_omni.data.prompt_loader import create_dataloader
-from verl_omni.trainer.diffusion.pace import PACES, staleness
+from verl_omni.trainer.diffusion.modes import PACES
+from verl_omni.trainer.diffusion.pace import staleness
 
 
 class Prompts:

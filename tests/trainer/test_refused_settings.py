@@ -20,6 +20,7 @@ from verl_omni.trainer.failures import users_mistake
 
 schema.register()
 ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+ASYNC = ["trainer.mode=fully_async"]
 OFF, IS = ["trainer.mode=one_step_off"], "algorithm.rollout_correction.rollout_is=step"
 
 
@@ -114,6 +115,7 @@ def test_every_number_and_every_name_says_what_it_may_be():
     free = {
         "data.train_files", "data.val_files", "recipe", "ray.address", "ray.timeline_json_file",
         "trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir", "trainer.resume_from_path",
+        "trainer.replay",
         "reward.custom_reward_function.path", "reward.custom_reward_function.name", "reward.reward_manager.name",
         "reward.reward_manager.module.path", "reward.reward_model.model_path", "reward.scorers",
         f"{MODEL}.path", f"{MODEL}.architecture", f"{MODEL}.external_lib", f"{MODEL}.tokenizer_path",
@@ -155,6 +157,13 @@ def test_weights_of_rewards_are_numbers():
         (["algorithm.rollout_correction.bypass_mode=true"], "bypass_mode=true has no effect with"),
         (["algorithm.rollout_correction.rollout_is_threshold=3"], "set algorithm.rollout_correction.rollout_is"),
         (["trainer.max_staleness=0"], "max_staleness=0 has no effect with trainer.mode=colocated"),
+        (["trainer.max_staleness=0"], "or set trainer.mode=one_step_off or fully_async"),
+        ([*OFF, "trainer.max_staleness=2"], "draws one step ahead; expected 0 or 1, or set trainer.mode=fully_async"),
+        ([*OFF, "trainer.stale_groups=keep"], "stale_groups=keep has no effect with trainer.mode=one_step_off"),
+        ([*OFF, "trainer.replay=run"], "replay=run has no effect with trainer.mode=one_step_off"),
+        ([*ASYNC, "trainer.max_staleness=0", "trainer.stale_groups=keep"], "no effect with trainer.max_staleness=0"),
+        ([*ASYNC, f"{ACTOR}.old_log_probs=train"], "which trainer.mode=fully_async does not have"),
+        ([*ASYNC, f"{MODEL}.algorithm=diffusion_nft"], "diffusion_nft compares with the policy that drew the samples"),
         (["rollout.n_gpus_per_node=2"], "n_gpus_per_node=2 is for rollout servers: set trainer.mode=separate"),
         ([*OFF, "algorithm.rollout_correction.rollout_rs_threshold=2"], "set algorithm.rollout_correction.rollout_rs"),
         ([*OFF, f"{ACTOR}.old_log_probs=train"], "takes the weights that learn for those that drew"),

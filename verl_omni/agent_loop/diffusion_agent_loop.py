@@ -1,6 +1,7 @@
 """From prompts to scored trajectories: one task a sample, its reward asked for as soon as its image exists."""
 
 import asyncio
+import itertools
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -355,6 +356,7 @@ class DiffusionAgentLoopManager:
                 )
                 for i in range(rollout.agent.num_workers)
             ]
+        self._turns = itertools.cycle(self.workers)
 
     def start_images(self, batch: DataProto, images_to: dict[int, str] | None = None) -> Callable[[], Drawn]:
         """Ask for every image at once; what comes back waits for them: (trajectories, what waits for their scores).
@@ -381,6 +383,20 @@ class DiffusionAgentLoopManager:
     def generate_images(self, batch: DataProto, images_to: dict[int, str] | None = None) -> Drawn:
         """(trajectories, what waits for pixels and scores)."""
         return self.start_images(batch, images_to)()
+
+    def start_groups(self, batch: DataProto, size: int) -> list[tuple[DataProto, Awaitable]]:
+        """Of a batch that is drawn at once, each group of `size` rows by itself, for an event loop: (rows, drawing).
+
+        Awaiting `drawing` gives (trajectories, what waits for their scores). No group waits for another's scores.
+        """
+        name = uuid.uuid4().hex
+        assign(batch, self.num_servers, self.num_reward_workers, self.max_num_seqs, name)
+        groups = [batch[list(range(start, start + size))] for start in range(0, len(batch), size)]
+        return [(rows, self._group(rows, f"{name}/{i}", next(self._turns))) for i, rows in enumerate(groups)]
+
+    async def _group(self, rows: DataProto, name: str, worker: ray.actor.ActorHandle) -> tuple[DataProto, Awaitable]:
+        images = await worker.generate_images.remote(rows, name)
+        return images, worker.collect_scores.remote(name, rows.meta_info.get("scores_only", False))
 
     def shutdown(self) -> None:
         for worker in self.workers:

@@ -69,8 +69,8 @@ class Knob(NamedTuple):
     default: Any
     help: str
     range: Range
-    #: another knob, as `name=value` or (where any value but null, false and 0 will do) `name`, without which this one
-    #: has no effect
+    #: another knob, as `name=value`, `name=value or value`, or (where any value but null, false and 0 will do) `name`,
+    #: without which this one has no effect
     needs: str | None
     #: why only the default is accepted today
     waits: str | None
@@ -161,7 +161,7 @@ def check_effect(given: Any, settings: Any) -> None:
         if knob.needs:
             other, _, wanted = knob.needs.partition("=")
             now = typed(value_of(settings, other))
-            if now != wanted if wanted else now in ("null", "false", "0", "0.0"):
+            if now not in wanted.split(" or ") if wanted else now in ("null", "false", "0", "0.0"):
                 raise ValueError(f"{shown} has no effect with {other}={now}: leave it out, or set {_remedy(knob)}")
 
 

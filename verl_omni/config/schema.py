@@ -121,15 +121,26 @@ class TrainerConfig:
     mode: str = knob(
         "colocated",
         "colocated (rollout in the training workers; with hybrid_engine=false: separate), separate (rollout servers, "
-        "in turn with training), one_step_off (servers draw the samples of the next step while this one is learned)",
-        choices=names_in("verl_omni.trainer.diffusion.pace", "PACES"),
+        "in turn with training), one_step_off (servers draw the samples of the next step while this one is learned), "
+        "fully_async (servers draw on and on, training takes what has been scored)",
+        choices=names_in("verl_omni.trainer.diffusion.modes", "PACES"),
     )
     max_staleness: int | None = knob(
         None,
-        "one_step_off: training steps that samples may be behind, 0 or 1; 0 draws in turn; null: 1",
+        "training steps that samples may be behind; 0 draws in turn; null: 1 (one_step_off), 2 (fully_async)",
         least=0,
-        most=1,
-        needs="trainer.mode=one_step_off",
+        needs="trainer.mode=one_step_off or fully_async",
+    )
+    stale_groups: str = knob(
+        "drop",
+        "what is further behind when it would be trained: drop (and draw it anew) or keep",
+        choices=("drop", "keep"),
+        needs="trainer.mode=fully_async",
+    )
+    replay: str | None = knob(
+        None,
+        "folder of a fully_async run: train on what it was trained on, drawn by weights of the same versions",
+        needs="trainer.mode=fully_async",
     )
     total_epochs: int = knob(1, "passes over the training prompts", least=1)
     total_training_steps: int | None = knob(None, "training steps; null: total_epochs", least=1)

@@ -1,4 +1,4 @@
-"""Charts as inline SVG: a line chart and stacked bars, drawn with the colours that the page defines.
+"""Charts as inline SVG: a line chart, stacked bars and lanes of time, drawn with the colours that the page defines.
 
 Colours are the CSS variables --c0, --c1, ... of the page, so that a chart follows its light or dark theme.
 """
@@ -10,6 +10,7 @@ from html import escape
 
 HEIGHT = 220
 LEFT, RIGHT, TOP, BOTTOM = 56, 14, 14, 38
+LANE = 26
 COLOURS = 8
 
 
@@ -61,6 +62,23 @@ def stacked_bars(
     return plot.svg(shapes, x_label) + legend(list(parts))
 
 
+def lanes(rows: Mapping[str, Sequence[tuple[str, float, float]]], width: int = 480) -> str:
+    """Who did what from when to when, in seconds: a row for each, a colour for what was done."""
+    kinds = list(dict.fromkeys(what for spans in rows.values() for what, _, _ in spans))
+    last = max(end for spans in rows.values() for _, _, end in spans)
+    plot = _Plot(width, 0.0, last or 1.0, [])
+    shapes = []
+    for row, (who, spans) in enumerate(rows.items()):
+        top = TOP + row * LANE
+        shapes.append(f'<text x="0" y="{top + LANE / 2 + 4:.1f}">{escape(who)}</text>')
+        for what, start, end in spans:
+            place = f'x="{plot.x(start):.1f}" y="{top + 2}" width="{max(plot.x(end) - plot.x(start), 0.5):.1f}"'
+            tip = f"<title>{escape(who)}: {escape(what)}, {start:.1f} s to {end:.1f} s</title>"
+            colour = f"var(--c{kinds.index(what) % COLOURS})"
+            shapes.append(f'<rect {place} height="{LANE - 4}" fill="{colour}">{tip}</rect>')
+    return plot.svg(shapes, "seconds", height=TOP + len(rows) * LANE + BOTTOM) + legend(kinds)
+
+
 def legend(labels: Sequence[str]) -> str:
     """Names and colours of the curves, below a chart."""
     entries = (
@@ -97,7 +115,7 @@ class _Plot:
         low, high = self.y_ticks[0], self.y_ticks[-1]
         return HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
-    def svg(self, shapes: Sequence[str], x_label: str, percent: bool = False) -> str:
+    def svg(self, shapes: Sequence[str], x_label: str, percent: bool = False, height: int = HEIGHT) -> str:
         grid = []
         for tick in self.y_ticks:
             text = f"{tick * 100:.4g}%" if percent else f"{tick:.4g}"
@@ -107,8 +125,8 @@ class _Plot:
         for tick in ticks(self.x_low, self.x_high, about=8):
             if tick == int(tick) and self.x_low <= tick <= self.x_high:
                 grid.append(
-                    f'<text x="{self.x(tick):.1f}" y="{HEIGHT - BOTTOM + 17}" text-anchor="middle">{tick:g}</text>'
+                    f'<text x="{self.x(tick):.1f}" y="{height - BOTTOM + 17}" text-anchor="middle">{tick:g}</text>'
                 )
         middle = (LEFT + self.width - RIGHT) / 2
-        grid.append(f'<text x="{middle}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x_label)}</text>')
-        return f'<svg viewBox="0 0 {self.width} {HEIGHT}" role="img">{"".join(grid)}{"".join(shapes)}</svg>'
+        grid.append(f'<text x="{middle}" y="{height - 4}" text-anchor="middle">{escape(x_label)}</text>')
+        return f'<svg viewBox="0 0 {self.width} {height}" role="img">{"".join(grid)}{"".join(shapes)}</svg>'

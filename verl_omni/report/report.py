@@ -2,8 +2,8 @@
 
     python -m verl_omni.report.report RUN_DIR
 
-Reads what the trainer writes into its run folder: ``metrics.jsonl``, ``config.yaml``, ``starts.jsonl`` and
-``validation/step_<N>/`` with images and ``samples.jsonl``. Every run ends with it.
+Reads what the trainer writes into its run folder: ``metrics.jsonl``, ``config.yaml``, ``starts.jsonl``,
+``timeline.jsonl`` and ``validation/step_<N>/`` with images and ``samples.jsonl``. Every run ends with it.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from verl_omni.report.charts import Series, line_chart, stacked_bars
 from verl_omni.report.pictures import data_uri
 from verl_omni.report.starts import read_starts
 from verl_omni.report.style import STYLE
+from verl_omni.report.timeline import timeline_chart
 from verl_omni.report.tracking import read_metrics, readable
 
 MAX_PAIRS = 36
@@ -109,7 +110,7 @@ def write_report(
     sections = [
         _headline(run, title),
         _section("Learning", _learning_charts(run)),
-        _section("Time", _timing_chart(run)),
+        _section("Time", _timing_chart(run) + _pools_chart(run)),
         _images(run),
         _section(
             "Go on from here", f'<pre class="command">{escape(continue_command)}</pre>' if continue_command else ""
@@ -229,6 +230,13 @@ def _timing_chart(run: Run) -> str:
     ordered |= {name: parts[name] for name in OUTSIDE_STEP if name in parts}
     chart = stacked_bars([step for step, _ in rows], ordered, width=WIDE)
     return f'<figure class="wide"><figcaption>Seconds of each step</figcaption>{chart}</figure>'
+
+
+def _pools_chart(run: Run) -> str:
+    """Where training and rollout have devices of their own: who did what when."""
+    chart = timeline_chart(run.dir, width=WIDE)
+    heading = "Who did what in the last steps"
+    return f'<figure class="wide"><figcaption>{heading}</figcaption>{chart}</figure>' if chart else ""
 
 
 def _images(run: Run) -> str:

@@ -10,19 +10,29 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from omegaconf import DictConfig
 from verl.protocol import DataProto
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
-from verl_omni.agent_loop.diffusion_agent_loop import DiffusionAgentLoopWorker, Drawn, assign
+from verl_omni.agent_loop.diffusion_agent_loop import (
+    DiffusionAgentLoopManager,
+    DiffusionAgentLoopWorker,
+    Drawn,
+    assign,
+)
 from verl_omni.config.keys import with_plus
 from verl_omni.data.loading import load_datasets
 from verl_omni.rewards.reward_loop import RewardLoopWorker
 from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
 from verl_omni.trainer.diffusion.direct_preference_trainer import DirectPreferenceRayTrainer
 from verl_omni.trainer.diffusion.policy_gradient_trainer import PolicyGradientRayTrainer
-from verl_omni.trainer.diffusion.rollouts import EmbeddedRollouts
+from verl_omni.trainer.diffusion.rollouts import EmbeddedRollouts, ServerRollouts
+from verl_omni.utils.background import start, wait_for
 from verl_omni.workers.diffusion_worker import DiffusionWorker
+from verl_omni.workers.rollout.base import RolloutOutput
+from verl_omni.workers.rollout.diffusers_server import DiffusersServer
+from verl_omni.workers.rollout.trajectories import TrajectoryRef, TrajectoryStore, by_reference, large_part
 
 TRAINERS = {"policy_gradient": PolicyGradientRayTrainer, "direct_preference": DirectPreferenceRayTrainer}
 
@@ -52,24 +62,34 @@ def local_trainer(config: DictConfig) -> BaseRayDiffusionTrainer:
 
 
 class _LocalWorkers:
-    """For a trainer of online sampling: its worker, agent loop and reward are called directly."""
+    """For a trainer of online sampling: its worker, agent loop, rewards and rollout servers are called directly."""
 
     def init_workers(self) -> None:
         self._set_schedule_length()
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         worker = DiffusionWorker(self.config)
         worker.init_model()
-        self.actor_wg = _LocalGroup(worker)
-        self.reward_loop_manager, self.rollouts = None, EmbeddedRollouts(self.actor_wg)
-        reward = RewardLoopWorker(self.config)
-        engine = SimpleNamespace(
-            generate=SimpleNamespace(remote=worker.generate), withdraw=SimpleNamespace(remote=worker.withdraw)
-        )
-        self.agent_loop_manager = _LocalAgentLoops(
-            DiffusionAgentLoopWorker(
-                self.config, [engine], [SimpleNamespace(compute_score=SimpleNamespace(remote=reward.compute_score))]
-            )
-        )
+        self.actor_wg, self.reward_loop_manager = _LocalGroup(worker), None
+        if self.config.actor_rollout_ref.hybrid_engine:
+            self.rollouts, servers = EmbeddedRollouts(self.actor_wg), [_Handle(worker)]
+        else:
+            worker.trajectories = _LocalTrajectories()
+            count = self.config.actor_rollout_ref.rollout.n_gpus_per_node or 1
+            servers = [_Handle(_LocalServer(self.config)) for _ in range(count)]
+            self.rollouts = ServerRollouts(servers, self.actor_wg, self.timeline)
+        rewards = [_Handle(RewardLoopWorker(self.config))]
+        agents = _Handle(DiffusionAgentLoopWorker(self.config, servers, rewards))
+        self.agent_loop_manager = _LocalAgentLoops(self.config, servers, rewards, [agents])
+
+
+class _Handle:
+    """An object as one calls it in another process: `handle.method.remote(...)` gives what is to be awaited."""
+
+    def __init__(self, called: Any):
+        self._called = called
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(remote=getattr(self._called, name))
 
 
 class _LocalGroup:
@@ -86,20 +106,45 @@ class _LocalGroup:
     def checkpoint_bytes(self) -> list[int]:
         return [self.worker.checkpoint_bytes()]
 
+    def publish_weights(self, policy: str) -> list[dict[str, torch.Tensor]]:
+        engine = self.worker.engine
+        with engine.eval_mode(), engine.policy(policy):
+            return [{name: tensor.detach().clone() for name, tensor in engine.get_per_tensor_param()[0]}]
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.worker, name)
 
 
-class _LocalAgentLoops:
-    def __init__(self, worker: DiffusionAgentLoopWorker):
-        self.worker, self.loop = worker, asyncio.new_event_loop()
+class _LocalServer(DiffusersServer):
+    """A rollout server in this process; weights and trajectories are handed over as they are."""
 
+    async def start(self) -> None:
+        self._load()  # one after the other: two at once get into each other's way in one process
+
+    async def generate(self, *args: Any, **kwargs: Any) -> RolloutOutput:
+        output = await self.engine.generate(*args, **kwargs)
+        place = kwargs["sampling_params"].get("place")
+        if place is None:
+            return output.cpu()
+        return by_reference(output, TrajectoryRef(place["key"], large_part(output)))
+
+    async def update_weights(self, stored: dict[str, torch.Tensor], version: int) -> None:
+        await asyncio.to_thread(self.engine.update_weights, stored.items(), version)
+
+
+class _LocalTrajectories(TrajectoryStore):
+    def fetch(self, stored: list[Any]) -> list[dict[str, torch.Tensor]]:
+        return stored
+
+
+class _LocalAgentLoops(DiffusionAgentLoopManager):
     def start_images(self, batch: DataProto, images_to: dict[int, str] | None = None) -> Callable[[], Drawn]:
-        """Nothing goes on beside this process: the images are drawn when they are waited for."""
-        return lambda: self.generate_images(batch, images_to)
+        name, (worker,) = uuid.uuid4().hex, self.workers
+        assign(batch, self.num_servers, 1, self.max_num_seqs, name)
+        drawing = start(worker.generate_images.remote(batch, name))
 
-    def generate_images(self, batch: DataProto, images_to: dict[int, str] | None = None) -> Drawn:
-        name = uuid.uuid4().hex
-        assign(batch, 1, 1, self.worker.config.actor_rollout_ref.rollout.max_num_seqs, name)
-        images = self.loop.run_until_complete(self.worker.generate_images(batch, name))
-        return images, lambda: self.loop.run_until_complete(self.worker.collect_scores(name, True, images_to))
+        def wait() -> Drawn:
+            images = drawing.result()
+            return images, lambda: wait_for(worker.collect_scores.remote(name, True, images_to))
+
+        return wait

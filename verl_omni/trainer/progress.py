@@ -60,6 +60,14 @@ def tell(**changes: Any) -> None:
         os.write(_watcher, json.dumps(dataclasses.asdict(progress)).encode() + b"\n")
 
 
+class Stages(dict[str, float]):
+    """Seconds of each stage of a step, and when each began and ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spans: list[tuple[str, float, float]] = []
+
+
 @contextmanager
 def timer(timing: dict[str, float], name: str) -> Iterator[None]:
     """Seconds of a stage. A stage that fails stays the one that the run was at."""
@@ -67,4 +75,7 @@ def timer(timing: dict[str, float], name: str) -> Iterator[None]:
     tell(stage=WORDS.get(name, name))
     yield
     tell(stage=outer)
-    timing[name] = timing.get(name, 0.0) + perf_counter() - start
+    end = perf_counter()
+    timing[name] = timing.get(name, 0.0) + end - start
+    if isinstance(timing, Stages):
+        timing.spans.append((name, start, end))

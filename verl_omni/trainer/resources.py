@@ -66,7 +66,7 @@ def worker_environment(device: str, workers_per_node: int) -> dict[str, str]:
 def busy_at_once(config: DictConfig, here: int) -> int:
     """Of `here` processes on a node that train or draw, how many compete for its cores with those that do the other."""
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
-    overlap = trainer.mode == "one_step_off" and trainer.max_staleness != 0
+    overlap = trainer.mode in ("one_step_off", "fully_async") and trainer.max_staleness != 0
     return trainer.n_gpus_per_node + (rollout.n_gpus_per_node or 1) if overlap else here
 
 

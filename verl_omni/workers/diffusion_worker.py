@@ -139,9 +139,9 @@ class DiffusionWorker(Worker):
         self.rollout.batcher.withdraw(position)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def release(self, experience: str) -> None:
-        """Forget the trajectories of an experience that has been learned from."""
-        self.trajectories.release(experience)
+    def release(self, experiences: tuple[str, ...]) -> None:
+        """Forget the trajectories of what has been learned from."""
+        self.trajectories.release(*experiences)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def publish_weights(self, policy: str = "current") -> list[ray.ObjectRef]:

@@ -47,7 +47,7 @@ def check_data(config: DictConfig) -> None:
             "data.train_files: lower it or give more prompts"
         )
     if train is not None:
-        check_profile_step(config, len(train))
+        check_step_numbers(config, len(train))
     if config.algorithm.sample_source == "offline":
         return  # prompts are encoded already
     model_config = OmegaConf.to_object(config.actor_rollout_ref.model)
@@ -74,8 +74,10 @@ def check_data(config: DictConfig) -> None:
                 adapter.tokenize(tokenizers, text, limit)
 
 
-def check_profile_step(config: DictConfig, prompts: int) -> None:
+def check_step_numbers(config: DictConfig, prompts: int) -> None:
+    """The step to profile, and those to replay, are steps of this run."""
     from verl_omni.data.prompt_loader import steps_for_epochs
+    from verl_omni.trainer.diffusion.replay import check_replay
 
     trainer = config.trainer
     steps = trainer.total_training_steps or steps_for_epochs(
@@ -83,6 +85,8 @@ def check_profile_step(config: DictConfig, prompts: int) -> None:
     )
     if trainer.profile_step is not None and trainer.profile_step > steps:
         raise ValueError(f"trainer.profile_step={trainer.profile_step}: the run has {steps} steps; choose one of them")
+    if trainer.replay is not None:
+        check_replay(trainer.replay, steps, config.data.train_batch_size)
 
 
 def check_agent_loops(config: DictConfig) -> None:

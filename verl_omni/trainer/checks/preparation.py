@@ -34,6 +34,7 @@ from verl_omni.trainer.checks.workers import check_workers
 from verl_omni.utils.external_lib import import_external_lib
 
 VAL = "actor_rollout_ref.rollout.val_kwargs"
+DEFAULT_STALENESS = {"one_step_off": 1, "fully_async": 2}
 
 
 def prepare_config(config: DictConfig) -> DictConfig:
@@ -99,6 +100,8 @@ def _fill_placement(settings: DiffusionTrainerConfig) -> None:
     if not arr.hybrid_engine and trainer.mode == "colocated":
         trainer.mode = "separate"
     arr.hybrid_engine = trainer.mode == "colocated"
+    if trainer.max_staleness is None:
+        trainer.max_staleness = DEFAULT_STALENESS.get(trainer.mode)
 
 
 def _check(settings: DiffusionTrainerConfig) -> None:
@@ -180,19 +183,35 @@ def _check_placement(settings: DiffusionTrainerConfig) -> None:
         if arr.hybrid_engine and value is not None:
             raise ValueError(
                 f"actor_rollout_ref.rollout.{name}={value} is for rollout servers: set trainer.mode=separate "
-                "(actor_rollout_ref.hybrid_engine=false) or one_step_off, or leave it out"
+                "(actor_rollout_ref.hybrid_engine=false), one_step_off or fully_async, or leave it out"
             )
-    if settings.trainer.mode != "one_step_off" or settings.trainer.max_staleness == 0:
+    _check_staleness(settings)
+
+
+def _check_staleness(settings: DiffusionTrainerConfig) -> None:
+    """What earlier weights draw can be learned from."""
+    arr, trainer = settings.actor_rollout_ref, settings.trainer
+    if trainer.mode == "one_step_off" and trainer.max_staleness > 1:
+        raise ValueError(
+            f"trainer.max_staleness={trainer.max_staleness}: trainer.mode=one_step_off draws one step ahead; expected "
+            "0 or 1, or set trainer.mode=fully_async"
+        )
+    if not trainer.max_staleness:
+        if trainer.stale_groups != "drop":
+            raise ValueError(
+                f"trainer.stale_groups={trainer.stale_groups} has no effect with trainer.max_staleness=0, where "
+                "nothing is behind: leave it out"
+            )
         return
     if "old_velocity" in anchor_policies(arr.model.algorithm, arr.actor):
         raise ValueError(
-            f"trainer.mode=one_step_off: {arr.model.algorithm} compares with the policy that drew the samples, which "
+            f"trainer.mode={trainer.mode}: {arr.model.algorithm} compares with the policy that drew the samples, which "
             "has moved on when they are learned from: set trainer.mode=separate or colocated"
         )
     if arr.actor.old_log_probs == "train":
         raise ValueError(
             "actor_rollout_ref.actor.old_log_probs=train takes the weights that learn for those that drew the samples, "
-            "which trainer.mode=one_step_off does not have: leave it null, or set rollout or recompute"
+            f"which trainer.mode={trainer.mode} does not have: leave it null, or set rollout or recompute"
         )
 
 

@@ -3,9 +3,8 @@
 `BaseRayDiffusionTrainer` starts workers, validates, checkpoints and logs; a subclass owns one training step.
 """
 
+import contextlib
 import dataclasses
-import json
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from verl_omni.data.prompt_loader import create_dataloader, create_val_dataloade
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.report.report import write_report
 from verl_omni.report.starts import note_start, typed_command
+from verl_omni.report.timeline import Timeline
 from verl_omni.report.tracking import Tracking, readable
 from verl_omni.rewards.choice import read_choices, weighted
 from verl_omni.trainer.diffusion import checkpointing, run_record
@@ -36,31 +36,30 @@ from verl_omni.trainer.diffusion.diffusion_metric_utils import (
     compute_throughput_metrics_diffusion,
     compute_timing_metrics_diffusion,
 )
-from verl_omni.trainer.diffusion.experience import Experience, new_experience, places
+from verl_omni.trainer.diffusion.experience import Experience
 from verl_omni.trainer.diffusion.idle import Balance, shares
+from verl_omni.trainer.diffusion.modes import PACES
 from verl_omni.trainer.diffusion.ordering import minibatch_order
-from verl_omni.trainer.diffusion.pace import PACES, Pace, staleness
+from verl_omni.trainer.diffusion.pace import Pace
 from verl_omni.trainer.diffusion.resuming import Start, plan_start
 from verl_omni.trainer.diffusion.reward_metrics import RewardWatch, reward_metrics
-from verl_omni.trainer.diffusion.rollouts import EmbeddedRollouts, ServerRollouts
+from verl_omni.trainer.diffusion.rollouts import EmbeddedRollouts, ServerRollouts, start_servers
+from verl_omni.trainer.diffusion.sampling import Sampling
 from verl_omni.trainer.diffusion.saving import Saving, is_due
 from verl_omni.trainer.diffusion.validation import validation_metrics, write_samples
 from verl_omni.trainer.diffusion.zero_gradient import ZeroGradients
 from verl_omni.trainer.failures import know
 from verl_omni.trainer.interrupts import stop_requested
-from verl_omni.trainer.progress import progress, tell, timer
+from verl_omni.trainer.progress import Stages, progress, tell, timer
 from verl_omni.trainer.resources import busy_at_once, rendezvous_ports, worker_environment
 from verl_omni.trainer.run_log import terminal
-from verl_omni.utils.arrays import object_array
 from verl_omni.utils.masking import masked
-from verl_omni.utils.seeds import derive_seed, derive_seeds
+from verl_omni.utils.seeds import derive_seed
 from verl_omni.workers.losses import build_loss_function
 from verl_omni.workers.rollout.trajectories import COLUMN
 
-TRAINER = "trainer.json"  # of a checkpoint: where in the data the run is
 
-
-class BaseRayDiffusionTrainer:
+class BaseRayDiffusionTrainer(Sampling):
     """Workers, data, validation, checkpoints and logging, shared by all ways of training."""
 
     def __init__(
@@ -90,7 +89,8 @@ class BaseRayDiffusionTrainer:
         self.run_dir = Path(config.trainer.default_local_dir).expanduser()
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         self.global_step = 0
-        self.saving = Saving(self.settings.trainer)
+        self.trained_groups: dict[str, Any] | None = None  # of steps that are not trained as a whole
+        self.saving, self.timeline = Saving(self.settings.trainer), Timeline()
         self._create_dataloaders(collate_fn, train_sampler)
 
     def _create_dataloaders(self, collate_fn: Any, sampler: Sampler | None) -> None:
@@ -135,8 +135,9 @@ class BaseRayDiffusionTrainer:
             if self.config.actor_rollout_ref.hybrid_engine:
                 self.rollouts = EmbeddedRollouts(self.actor_wg)
             else:
-                self.rollouts = ServerRollouts(self.config, self.actor_wg, self.device_name)
-                know("rollout server", self.rollouts.servers)
+                servers = start_servers(self.config, self.actor_wg.world_size, self.device_name)
+                know("rollout server", servers)
+                self.rollouts = ServerRollouts(servers, self.actor_wg, self.timeline)
             # Their processes start up while the workers load the model.
             self.reward_loop_manager = RewardLoopManager(self.config)
             self.agent_loop_manager = DiffusionAgentLoopManager(
@@ -158,70 +159,7 @@ class BaseRayDiffusionTrainer:
             if manager is not None:
                 manager.shutdown()
 
-    # ---- sampling ------------------------------------------------------------------------------------
-
-    def _rollout_batch(
-        self, batch: DataProto, n: int, seeds: Sequence[int], sampling: dict[str, Any], step: int
-    ) -> DataProto:
-        """`n` requests a prompt, each with its seed."""
-        batch.non_tensor_batch["uid"] = object_array([f"{step}-{i}" for i in range(len(batch))])
-        batch = batch.repeat(repeat_times=n, interleave=True)
-        batch.non_tensor_batch["seed"] = object_array(list(seeds))
-        batch.meta_info["sampling_params"] = sampling
-        return batch
-
-    def _training_requests(self, prompts: DataProto, sampling: dict[str, Any], step: int) -> DataProto:
-        """`rollout.n` requests a prompt with the rollout's settings, each with a seed of its own."""
-        rollout = self.settings.actor_rollout_ref.rollout
-        groups = len(prompts)
-        seeds = derive_seeds(rollout.seed, "rollout", step, count=groups * rollout.n)
-        sampling = dataclasses.asdict(rollout.pipeline) | {
-            "noise_level": rollout.algo.noise_level,
-            "sde_type": rollout.algo.sde_type,
-            "keep_trajectory": True,
-            **sampling,
-        }
-        batch = self._rollout_batch(prompts, rollout.n, seeds, sampling, step)
-        batch.meta_info["scores_only"] = True  # nobody looks at the pixels: the model learns from latents
-        if rollout.algo.same_initial_noise:
-            starts = derive_seeds(rollout.seed, "initial noise", step, count=groups)
-            batch.non_tensor_batch["init_seed"] = object_array([seed for seed in starts for _ in range(rollout.n)])
-        return batch
-
-    def _place(self, batch: DataProto, ranks: list[int] | None = None) -> str:
-        """Say which engine draws each sample and where its trajectory is left; the name of the new experience."""
-        servers, ship = self.rollouts.places(ranks, len(batch))
-        name = new_experience()
-        batch.non_tensor_batch["server"] = object_array(servers)
-        batch.non_tensor_batch["place"] = object_array(places(name, len(batch), ship))
-        return name
-
-    def _draw(
-        self, batch: DataProto, policy: str, images_to: dict[int, str] | None = None
-    ) -> Callable[[], tuple[DataProto, Callable[[], DataProto]]]:
-        """Begin to draw with the weights as they are now; what comes back waits for (samples, what waits for rewards).
-
-        Rewards go on while the model does other work.
-        """
-        self.rollouts.begin(policy, self.global_step)
-        wait = self.agent_loop_manager.start_images(batch, images_to)
-
-        def drawn() -> tuple[DataProto, Callable[[], DataProto]]:
-            output, collect = wait()
-            self.rollouts.end()
-
-            def scores() -> DataProto:
-                result = collect()
-                if "rm_scores" not in result.batch.keys():
-                    pixels = {"responses": result.batch["responses"]}
-                    scored = DataProto.from_dict(pixels, dict(batch.non_tensor_batch))
-                    result = result.union(self.reward_loop_manager.compute_rm_score(scored))
-                result.non_tensor_batch = {**batch.non_tensor_batch, **result.non_tensor_batch}
-                return result
-
-            return output, scores
-
-        return drawn
+    # ---- validation ----------------------------------------------------------------------------------
 
     def validate(self) -> dict[str, float]:
         """Score the validation prompts with the same seeds every time, and keep the images."""
@@ -259,7 +197,7 @@ class BaseRayDiffusionTrainer:
         checkpointing.check_room(self.run_dir, self.actor_wg.checkpoint_bytes()[0])
         with checkpointing.publish(self.run_dir, self.global_step, self.record, keep) as folder:
             self.actor_wg.save_checkpoint(str(folder), self.global_step)
-            (folder / TRAINER).write_text(json.dumps({"data": self.pace.data_state()}))
+            checkpointing.write_data_state(folder, self.pace.data_state())
             if not self.saving.is_asked_for(self.global_step, last):
                 self.saving.mark(folder)
         self.saving.saved(self.run_dir, self.global_step)
@@ -274,12 +212,13 @@ class BaseRayDiffusionTrainer:
         if self.train_loader is None:
             print(f"Validating {start.source}.", flush=True)
             return start
-        state = json.loads((start.source / TRAINER).read_text())["data"]
+        state = checkpointing.data_state(start.source)
         other = self.train_loader.order_changes(state)
         if other and self.config.trainer.resume_changes == "allow":
             print(f"The prompts start at the beginning of a new order: {'; '.join(other)}.", flush=True)
         else:
             self.train_loader.load_state_dict(state)
+            self.trained_groups = state.get("groups")
         print(f"Resuming from {start.source}: step {self.global_step} of {self.total_steps} is done.", flush=True)
         return start
 
@@ -323,7 +262,8 @@ class BaseRayDiffusionTrainer:
             with timer({}, "testing"):
                 tracking.log(self.validate(), step=self.global_step)
         if not trainer.val_only:
-            self._train(tracking)
+            with contextlib.closing(PACES[trainer.mode](self)) as self.pace:
+                self._train(tracking)
         tracking.finish()
         if not self.stopped:
             print(self._where_things_are(), flush=True)
@@ -345,13 +285,15 @@ class BaseRayDiffusionTrainer:
         return ", ".join(["Done: all of the run is in " + str(self.run_dir), *found])
 
     def _train(self, tracking: Tracking) -> None:
-        self.pace, zero_gradients = PACES[self.config.trainer.mode](self), ZeroGradients()
-        rewards, watch = weighted(read_choices(self.settings.reward.scorers)), RewardWatch()
+        zero_gradients, watch = ZeroGradients(), RewardWatch()
+        rewards = weighted(read_choices(self.settings.reward.scorers))
+        if not self.config.actor_rollout_ref.hybrid_engine:
+            self.timeline.write_to(self.run_dir, self.global_step or None)
         balance = Balance(self.actor_wg.world_size, len(self.rollouts.servers) if self.pace.overlaps else 0)
         shown = {"total": self.total_steps, "initial": self.global_step, "desc": "training", "unit": "step"}
         with tqdm(**shown, file=terminal()) as bar:
             while self.global_step < self.total_steps and not stop_requested():
-                timing: dict[str, float] = {}
+                timing = Stages()
                 tell(stage="training", step=self.global_step + 1)
                 profiled = self.global_step + 1 == self.config.trainer.profile_step
                 if profiled:
@@ -384,6 +326,8 @@ class BaseRayDiffusionTrainer:
                 metrics |= compute_throughput_metrics_diffusion(batch, timing, self._devices)
                 metrics["training/global_step"] = self.global_step
                 tracking.log(metrics, step=self.global_step)
+                self.timeline.add_stages(timing.spans)
+                self.timeline.write(self.global_step)
                 # After the line is written: a run that goes on from this checkpoint keeps all lines up to it.
                 if self.saving.is_due(self.global_step, last):
                     saving: dict[str, float] = {}
@@ -411,20 +355,11 @@ class BaseRayDiffusionTrainer:
         with timer(timing, "gen"):
             experience = pace.next()
         batch, metrics = self.learn(experience, timing)
-        if not self.config.actor_rollout_ref.hybrid_engine:
-            metrics |= staleness(self.global_step, batch.non_tensor_batch["version"])
+        metrics |= pace.metrics(batch)
         if self.online:
-            self.actor_wg.release(experience.name)
+            self.actor_wg.release(experience.names)
             batch.non_tensor_batch.pop(COLUMN, None)  # what Ray stores goes with the last reference
         return batch, metrics
-
-    def sample(self, prompts: DataProto) -> Experience:
-        """Draw samples for the next training step. It knows of the loss only what that declares to need."""
-        return self.start_sampling(prompts, self.global_step)()
-
-    def start_sampling(self, prompts: DataProto, step: int) -> Callable[[], Experience]:
-        """Begin to draw samples for the training step after `step` others; what comes back waits for them."""
-        raise NotImplementedError
 
     def learn(self, experience: Experience, timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
         """Rewards, advantages, update; it does not know which engine drew the samples."""

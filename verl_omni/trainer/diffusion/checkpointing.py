@@ -8,6 +8,7 @@ nothing, or from an earlier step, first moves what is not its own past to `earli
 """
 
 import errno
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -20,10 +21,14 @@ from verl_omni.trainer.diffusion.manifest import CheckpointError
 
 STEP = re.compile(r"global_step_(\d+)")
 LATEST = "latest_checkpointed_iteration.txt"
+TRAINER = "trainer.json"  # in a checkpoint: where in the data the run is
 IN_BETWEEN = "in_between.txt"  # in a checkpoint that no trainer.save_freq asked for
 MODES = ("auto", "auto_previous", "disable", "resume_path")
 # What else in a run's folder tells of the run, and moves with its checkpoints.
-RECORDS = ("config*.yaml", "metrics.jsonl", "starts.jsonl", "validation", "report.html")
+RECORDS = (
+    *("config*.yaml", "metrics.jsonl", "order.jsonl", "timeline.jsonl", "starts.jsonl"),
+    *("validation", "report.html"),
+)
 
 
 def whole_checkpoints(folder: str | Path) -> dict[int, Path]:
@@ -72,6 +77,15 @@ def publish(folder: str | Path, step: int, run: dict[str, Any], keep: int | None
         asked_for = [path for path in whole_checkpoints(folder).values() if not (path / IN_BETWEEN).exists()]
         for old in asked_for[:-keep]:
             remove(old)
+
+
+def write_data_state(checkpoint: Path, state: dict[str, Any]) -> None:
+    (checkpoint / TRAINER).write_text(json.dumps({"data": state}))
+
+
+def data_state(checkpoint: Path) -> dict[str, Any]:
+    """Where in the data a run goes on from there."""
+    return json.loads((checkpoint / TRAINER).read_text())["data"]
 
 
 def check_room(folder: Path, needed: int) -> None:

@@ -61,15 +61,7 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
         """Images by the ODE from the policy that the algorithm names, or the pairs of the data set themselves."""
         if not self.online:
             return lambda: self._cached_pairs(prompts)
-        batch = self._training_requests(prompts, {}, step)
-        name = self._place(batch)
-        drawn, version = self._draw(batch, self.algorithm.rollout_policy), self.global_step
-
-        def experience() -> Experience:
-            output, scores = drawn()
-            return Experience(name, version=version, batch=output, collect=scores)
-
-        return experience
+        return super().start_sampling(prompts, step)
 
     def _cached_pairs(self, pairs: DataProto) -> Experience:
         """Chosen and rejected samples of the data set, adjacent; their order or their scores are the rewards."""
@@ -78,7 +70,7 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
         paired = self.config.algorithm.paired_preference
         rewards = torch.tensor([1.0, 0.0]).repeat(len(pairs) // 2) if paired else pairs.batch["score"]
         scores = DataProto.from_dict({"rm_scores": rewards[:, None]})
-        return Experience(new_experience(), version=self.global_step, batch=pairs, collect=lambda: scores)
+        return Experience((new_experience(),), version=self.global_step, batch=pairs, collect=lambda: scores)
 
     # ---- update --------------------------------------------------------------------------------------
 

@@ -25,12 +25,12 @@ def places(experience: str, samples: int, ship: bool) -> list[dict[str, Any]]:
 class Experience:
     """Samples that were drawn for one training step, and where the rest of them is.
 
-    `batch` holds a row a sample: its group, a few numbers, and a reference to its trajectory. `version` is the number
-    of training steps that the weights had seen which drew it. Rewards may still be on their way: `scores` waits for
-    them. Several experiences can be alive at once.
+    `batch` holds a row a sample: its group, a few numbers, and a reference to its trajectory, under one of `names`.
+    `version` is the number of training steps that the weights had seen which drew it; the least one, where several
+    versions did. Rewards may still be on their way: `scores` waits for them. Several experiences can be alive at once.
     """
 
-    name: str
+    names: tuple[str, ...]
     version: int
     batch: DataProto
     collect: Callable[[], DataProto]

@@ -1,5 +1,7 @@
 """Where training and rollout overlap: how much of a step each of them waits for the other."""
 
+from time import perf_counter
+
 THIRD = 1 / 3
 STEPS = 10  # over which the shares are averaged before anything is said
 
@@ -9,6 +11,28 @@ def shares(timing: dict[str, float]) -> dict[str, float]:
     step = timing["step"]
     drawing = min(timing["gen_images"], step)
     return {"idle/training": (timing["gen"] + timing.get("reward", 0.0)) / step, "idle/rollout": 1 - drawing / step}
+
+
+class BusyTime:
+    """Seconds in which servers draw, added up over all of them."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+        self._seconds = 0.0
+
+    def begin(self, server: int) -> None:
+        self._since[server] = perf_counter()
+
+    def end(self, server: int) -> None:
+        self._seconds += perf_counter() - self._since.pop(server)
+
+    def take(self) -> float:
+        """Of the time since this was last asked. What goes on is counted up to now."""
+        for server in list(self._since):
+            self.end(server)
+            self.begin(server)
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
 
 class Balance:

@@ -28,9 +28,18 @@ class Pace:
     def settle(self) -> None:
         """Before others ask the engines: what is being drawn has been drawn."""
 
+    def metrics(self, batch: DataProto) -> dict[str, float]:
+        """Of the experience that has just been learned from: where others draw, how old it was."""
+        if self.trainer.config.actor_rollout_ref.hybrid_engine:
+            return {}
+        return staleness(self.trainer.global_step, batch.non_tensor_batch["version"])
+
     def data_state(self) -> dict[str, Any]:
         """Where in the data a run would go on that has learned from all experiences up to now, and from no other."""
         return self.trainer.train_loader.state_dict()
+
+    def close(self) -> None:
+        """Nothing more is going to be learned: begin to draw nothing more."""
 
 
 class OneStepOff(Pace):
@@ -76,7 +85,3 @@ def staleness(step: int, versions: Sequence[int]) -> dict[str, float]:
     """How many training steps lie between the weights that drew the samples and those that learn from them."""
     behind = [step - version for version in versions]
     return {"staleness/mean": sum(behind) / len(behind), "staleness/max": float(max(behind))}
-
-
-# By `trainer.mode`.
-PACES = {"colocated": Pace, "separate": Pace, "one_step_off": OneStepOff}

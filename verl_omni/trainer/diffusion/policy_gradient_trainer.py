@@ -1,6 +1,6 @@
 """Policy gradient: FlowGRPO and its relatives."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from verl.protocol import DataProto
@@ -78,39 +78,37 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
         model = self.settings.actor_rollout_ref.model
         return DiffusionModelBase.get_class(model).cfg_scale(model) > 1
 
-    def start_sampling(self, prompts: DataProto, step: int) -> Callable[[], Experience]:
-        """Trajectories in training order; each is drawn, where that can be, by the rank that will train on it."""
-        rollout = self.settings.actor_rollout_ref.rollout
-        algo, model = rollout.algo, self.settings.actor_rollout_ref.model
-        steps = DiffusionModelBase.get_class(model).num_steps(model)
-        actor = self.settings.actor_rollout_ref.actor
+    def requests(self, prompts: DataProto, step: int, groups: Sequence[int], learns: bool) -> DataProto:
+        """With a window of stochastic steps for each."""
+        rollout, actor = self.settings.actor_rollout_ref.rollout, self.settings.actor_rollout_ref.actor
+        model = self.settings.actor_rollout_ref.model
         keep = {
             # of the weights that draw: of no use to others
-            "keep_uncond": self._guided and actor.reuse_uncond and step == self.global_step,
+            "keep_uncond": self._guided and actor.reuse_uncond and learns,
             "keep_means": "old_prev_sample_mean" in self.loss_function.loss_fn.data_keys(actor),
         }
-        batch = self._training_requests(prompts, keep, step)
-        windows = [sde_window(algo, steps, step, rollout.seed, group) for group in range(len(prompts))]
+        batch = self._training_requests(prompts, keep, step, groups)
+        steps = DiffusionModelBase.get_class(model).num_steps(model)
+        windows = [sde_window(rollout.algo, steps, step, rollout.seed, group) for group in groups]
         batch.non_tensor_batch["sde_window"] = object_array(
             [(w.start, w.stop) for w in windows for _ in range(rollout.n)]
         )
-        order = self._training_order(len(batch), rollout.n, step)
-        ranks = torch.empty(len(batch), dtype=torch.long)
-        ranks[order] = torch.arange(len(batch)) * self.actor_wg.world_size // len(batch)
-        name = self._place(batch, ranks.tolist())
-        drawn, version = self._draw(batch, self.algorithm.rollout_policy), self.global_step
+        return batch
 
-        def experience() -> Experience:
-            output, scores = drawn()
-            output.batch["sample_id"] = torch.arange(len(output))
-            return Experience(
-                name,
-                version=version,
-                batch=output[order],
-                collect=lambda: scores().select(batch_keys=["rm_scores"])[order],
-            )
+    def experience(
+        self, names: tuple[str, ...], version: int, step: int, output: DataProto, scores: Callable[[], DataProto]
+    ) -> Experience:
+        """Trajectories in training order."""
+        order = self._training_order(len(output), self.settings.actor_rollout_ref.rollout.n, step)
+        output.batch["sample_id"] = torch.arange(len(output))
+        collect = lambda: scores().select(batch_keys=["rm_scores"])[order]  # noqa: E731
+        return Experience(names, version, output[order], collect)
 
-        return experience
+    def _ranks(self, samples: int, step: int) -> list[int]:
+        order = self._training_order(samples, self.settings.actor_rollout_ref.rollout.n, step)
+        ranks = torch.empty(samples, dtype=torch.long)
+        ranks[order] = torch.arange(samples) * self.actor_wg.world_size // samples
+        return ranks.tolist()
 
     def _for_training(self, batch: DataProto, keys: tuple[str, ...] = ()) -> DataProto:
         """Only the tensors that the workers need: no images, no second copy of anything."""

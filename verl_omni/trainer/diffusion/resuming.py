@@ -37,6 +37,7 @@ def plan_start(config: DictConfig, total_steps: int, record: dict[str, Any] | No
     if start.changed:
         notices.append(f"Changed since {source}: {'; '.join((may | may_not).values())}.")
     if not trainer.val_only:
+        _check_groups(config, source, start.step)
         if total_steps < start.step:
             raise ValueError(
                 f"{source} has {start.step} steps behind it, more than the {total_steps} of this command: raise "
@@ -44,6 +45,21 @@ def plan_start(config: DictConfig, total_steps: int, record: dict[str, Any] | No
             )
         start.finished = total_steps == start.step
     return start
+
+
+def _check_groups(config: DictConfig, source: Path, step: int) -> None:
+    """Other modes go on with whole steps; and only a run from its start has the weights of every version."""
+    trainer = config.trainer
+    if trainer.replay:
+        raise ValueError(
+            f"trainer.replay draws with the weights of every step from the first one on, and {source} has {step} steps "
+            "behind it: add trainer.resume_mode=disable, or choose another folder with trainer.experiment_name"
+        )
+    if trainer.mode != "fully_async" and "groups" in checkpointing.data_state(source):
+        raise ValueError(
+            f"{source} has trained prompts of later steps before those of earlier ones, as trainer.mode=fully_async "
+            f"does, and trainer.mode={trainer.mode} would train them twice: go on with trainer.mode=fully_async"
+        )
 
 
 def _check_changes(config: DictConfig, source: Path, may_not: dict[str, str]) -> None:

@@ -1,11 +1,15 @@
 """Where samples are drawn: in the training workers, or by servers of their own. The trainer asks both in one way."""
 
-from typing import Any
+import asyncio
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import ray
 from omegaconf import DictConfig
 
+from verl_omni.report.timeline import Timeline
 from verl_omni.trainer.resources import busy_at_once, worker_environment
+from verl_omni.utils.background import wait_for
 from verl_omni.workers.rollout.diffusers_server import DiffusersServer
 
 
@@ -35,30 +39,48 @@ class EmbeddedRollouts:
         """They end with their workers."""
 
 
+class Weights(NamedTuple):
+    """The trained weights of a policy as they were after `version` training steps, where any process can fetch them."""
+
+    policy: str
+    version: int
+    stored: Any
+
+
 class ServerRollouts:
     """Servers with copies of the model; weights that they do not have yet are pushed to them before they draw."""
 
-    def __init__(self, config: DictConfig, actor_wg: Any, device: str):
-        self.actor_wg = actor_wg
-        rollout = config.actor_rollout_ref.rollout
-        per_node, nodes = rollout.n_gpus_per_node or 1, rollout.nnodes or 1
-        if device == "cuda":
-            check_devices(actor_wg.world_size, per_node * nodes, int(ray.cluster_resources().get("GPU", 0)))
-        threads = worker_environment(device, busy_at_once(config, per_node))
-        server = ray.remote(DiffusersServer).options(
-            num_cpus=1, num_gpus=1 if device == "cuda" else 0, runtime_env={"env_vars": threads}
-        )
-        self.servers = [server.remote(config) for _ in range(per_node * nodes)]
-        self._loading = [s.start.remote() for s in self.servers]
-        self._held: tuple[str, int] | None = None
+    def __init__(self, servers: list[Any], actor_wg: Any, timeline: Timeline):
+        self.servers, self.actor_wg, self.timeline = servers, actor_wg, timeline
+        self._loading = dict(enumerate(server.start.remote() for server in servers))
+        self._held: dict[int, tuple[str, int]] = {}
 
     def begin(self, policy: str, version: int) -> None:
-        ray.get(self._loading)
-        ray.get([s.begin.remote() for s in self.servers])
-        if self._held != (policy, version):
-            stored = self.actor_wg.publish_weights(policy)[0]
-            ray.get([s.update_weights.remote(stored, version) for s in self.servers])
-            self._held = (policy, version)
+        """All servers at once: none of them draws now."""
+        servers = range(len(self.servers))
+        held = all(self._held.get(server) == (policy, version) for server in servers)
+        weights = Weights(policy, version, None) if held else self.publish(policy, version)
+
+        async def ready() -> None:
+            await asyncio.gather(*(self.ready(server, weights) for server in servers))
+
+        wait_for(ready())
+
+    def publish(self, policy: str, version: int) -> Weights:
+        """What the training workers hold now. It lies in Ray's object store as long as somebody keeps the answer."""
+        return Weights(policy, version, self.actor_wg.publish_weights(policy)[0])
+
+    async def ready(self, server: int, weights: Weights) -> None:
+        """One server that draws nothing now is to draw with these weights."""
+        if server in self._loading:
+            await self._loading.pop(server)
+        await self.servers[server].begin.remote()
+        name = (weights.policy, weights.version)
+        if self._held.get(server) != name:
+            start = perf_counter()
+            await self.servers[server].update_weights.remote(weights.stored, weights.version)
+            self._held[server] = name
+            self.timeline.add(f"rollout {server}", "weights", start, perf_counter())
 
     def end(self) -> None:
         """A server may go on with what others ask of it."""
@@ -69,6 +91,19 @@ class ServerRollouts:
     def shutdown(self) -> None:
         for server in self.servers:
             ray.kill(server)
+
+
+def start_servers(config: DictConfig, training: int, device: str) -> list[Any]:
+    """A process for each rollout server, beside `training` devices that train."""
+    rollout = config.actor_rollout_ref.rollout
+    per_node, nodes = rollout.n_gpus_per_node or 1, rollout.nnodes or 1
+    if device == "cuda":
+        check_devices(training, per_node * nodes, int(ray.cluster_resources().get("GPU", 0)))
+    threads = worker_environment(device, busy_at_once(config, per_node))
+    server = ray.remote(DiffusersServer).options(
+        num_cpus=1, num_gpus=1 if device == "cuda" else 0, runtime_env={"env_vars": threads}
+    )
+    return [server.remote(config) for _ in range(per_node * nodes)]
 
 
 def check_devices(training: int, rollout: int, there: int) -> None:

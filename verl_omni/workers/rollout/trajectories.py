@@ -58,9 +58,9 @@ class TrajectoryStore:
         self.rows[key] = large_part(output)
         return by_reference(output, TrajectoryRef(key))
 
-    def release(self, experience: str) -> None:
-        """Forget the samples of an experience."""
-        self.rows = {key: row for key, row in self.rows.items() if key.split("/")[0] != experience}
+    def release(self, *experiences: str) -> None:
+        """Forget their samples."""
+        self.rows = {key: row for key, row in self.rows.items() if key.split("/")[0] not in experiences}
 
     def holds(self, data: DataProto) -> bool:
         return COLUMN in data.non_tensor_batch
@@ -75,9 +75,12 @@ class TrajectoryStore:
         if strangers:
             raise KeyError(f"samples {strangers[:4]} are not in this worker and nowhere else")
         if absent:
-            self.rows |= dict(zip(absent, ray.get([r.stored for r in absent.values()]), strict=True))
+            self.rows |= dict(zip(absent, self.fetch([r.stored for r in absent.values()]), strict=True))
         rows = [self.rows[r.key] for r in references]
         return {name: pad_and_cat([row[name][None] for row in rows]) for name in rows[0]}
+
+    def fetch(self, stored: list[Any]) -> list[dict[str, torch.Tensor]]:
+        return ray.get(stored)
 
     def add(self, data: DataProto, fields: dict[str, torch.Tensor]) -> None:
         for i, reference in enumerate(data.non_tensor_batch[COLUMN]):

@@ -1,0 +1,201 @@
+"""`trainer.mode=fully_async`: servers draw group after group, and no side waits for the other before it has to.
+
+Each server draws with the newest weights that were published when it began; in between it takes new ones. Rewards come
+in by themselves. All this goes on in an event loop beside the main thread, which learns. What was trained, and the
+version that drew it, is in `order.jsonl` of the run's folder, from which `trainer.replay` repeats a run.
+"""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Coroutine
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from verl.protocol import DataProto
+
+from verl_omni.agent_loop.diffusion_agent_loop import join
+from verl_omni.report.tracking import JsonLines
+from verl_omni.trainer.diffusion.experience import Experience, new_experience, places
+from verl_omni.trainer.diffusion.group_queue import Group, GroupQueue
+from verl_omni.trainer.diffusion.idle import BusyTime
+from verl_omni.trainer.diffusion.pace import Pace
+from verl_omni.trainer.diffusion.replay import ORDER, RecordedQueue
+from verl_omni.utils.arrays import object_array
+from verl_omni.utils.background import wait_for
+
+if TYPE_CHECKING:
+    from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
+
+
+class FullyAsync(Pace):
+    """An experience is the next groups that were scored, whichever weights drew them; see `group_queue`."""
+
+    def __init__(self, trainer: "BaseRayDiffusionTrainer"):
+        super().__init__(trainer)
+        self.overlaps = trainer.config.trainer.max_staleness != 0
+        self.queue = self._queue()
+        self.opened = self.queue.first  # the next step whose prompts are to be read
+        self._rows: dict[int, DataProto] = {}  # the prompts of the steps that are not trained as a whole
+        self._before: dict[int, dict[str, Any]] = {}  # and where in the data each of them begins
+        self._order = JsonLines(trainer.run_dir / ORDER, trainer.global_step or None)
+        self._busy, self._told = BusyTime(), {}
+        self._failure: BaseException | None = None
+        self._arrived, self._tasks = asyncio.Event(), set()
+        self._turns, self._settled = [asyncio.Lock() for _ in trainer.rollouts.servers], False
+        wait_for(self._start())
+
+    def _queue(self) -> GroupQueue:
+        config, trainer = self.trainer.config, self.trainer.config.trainer
+        batch_size, rollout = config.data.train_batch_size, config.actor_rollout_ref.rollout
+        if trainer.replay:
+            return RecordedQueue(batch_size, trainer.replay)
+        share = math.ceil(batch_size / len(self.trainer.rollouts.servers))
+        # As many as one forward takes; more would only wait longer for new weights. In turn there are none to wait for.
+        at_once = min(share, max(1, rollout.max_num_seqs // rollout.n)) if self.overlaps else share
+        state = self.trainer.trained_groups or {"first": self.trainer.global_step}
+        return GroupQueue(batch_size, at_once, trainer.max_staleness, trainer.stale_groups == "keep", **state)
+
+    # ---- the main thread -----------------------------------------------------------------------------
+
+    def next(self) -> Experience:
+        trainer, step = self.trainer, self.trainer.global_step
+        self.weights = trainer.rollouts.publish(trainer.algorithm.rollout_policy, step)
+        steps = range(self.opened, min(self.queue.horizon(step), trainer.total_steps - 1) + 1)
+        for number in steps:
+            self._before[number] = trainer.train_loader.state_dict()
+            self._rows[number] = DataProto.from_single_dict(next(self.prompts))
+        self.opened += len(steps)
+        dropped = self.queue.dropped
+        groups = wait_for(self._take(step, steps))
+        for number in [number for number in self._rows if number < self.queue.first]:
+            del self._rows[number], self._before[number]
+        now = perf_counter()
+        self._told = {
+            "queue/length": float(len(self.queue.scored)),
+            "queue/dropped": float(self.queue.dropped - dropped),
+            "queue/waited": sum(now - group.since for group in groups) / len(groups),
+        }
+        self._order.log({"groups": [_line(group) for group in groups]}, step + 1)
+        output, scores = join([group.output for group in groups]), join([group.scores for group in groups])
+        output.meta_info["timing"] = {"images": self._busy.take() / len(trainer.rollouts.servers)}
+        names, version = tuple(group.name for group in groups), min(group.version for group in groups)
+        return trainer.experience(names, version, step, output, lambda: scores)
+
+    def metrics(self, batch: DataProto) -> dict[str, float]:
+        return super().metrics(batch) | self._told
+
+    def settle(self) -> None:
+        """The servers finish what they draw, and begin nothing before the next experience is asked for."""
+        wait_for(self._hold())
+
+    def data_state(self) -> dict[str, Any]:
+        """Groups that are under way will be drawn anew: a run goes on at the first step with a group to be trained."""
+        groups = self.queue.state()
+        return (self._before.get(self.queue.first) or super().data_state()) | ({"groups": groups} if groups else {})
+
+    def close(self) -> None:
+        wait_for(self._end())
+        self._order.finish()
+
+    # ---- the event loop ------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        for server in range(len(self._turns)):
+            self._spawn(self._serve(server))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._failure = self._failure or error  # the first one is told
+            self._arrived.set()
+
+    async def _take(self, step: int, steps: range) -> list[Group]:
+        for number in steps:
+            self.queue.open(number)
+        if self._settled:
+            self._settled = False
+            for turn in self._turns:
+                turn.release()
+        while not (groups := self.queue.take(step)):
+            self._arrived.clear()
+            if self._failure is not None:
+                raise self._failure
+            await self._arrived.wait()
+        return groups
+
+    async def _hold(self) -> None:
+        if self._settled:
+            return
+        for turn in self._turns:
+            await turn.acquire()
+        self._settled = True
+        if self._failure is not None:
+            raise self._failure
+
+    async def _end(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _serve(self, server: int) -> None:
+        """One draw after the other, each with the newest weights."""
+        while True:
+            numbers = await self.queue.to_draw.get()
+            async with self._turns[server]:
+                await self._draw(server, numbers)
+
+    async def _draw(self, server: int, numbers: tuple[int, ...]) -> None:
+        """Groups of one step at once; returns when their images are there."""
+        trainer, weights = self.trainer, self.weights
+        step, n = self.queue.place(numbers[0])[0], trainer.config.actor_rollout_ref.rollout.n
+        among = [self.queue.place(number)[1] for number in numbers]
+        batch = trainer.requests(self._rows[step][among], step, among, learns=not self.overlaps)
+        names = [new_experience() for _ in numbers]
+        batch.non_tensor_batch["server"] = object_array([server] * len(batch))
+        batch.non_tensor_batch["place"] = object_array([p for name in names for p in places(name, n, ship=True)])
+        await trainer.rollouts.ready(server, weights)
+        start = perf_counter()
+        self._busy.begin(server)
+        groups = trainer.agent_loop_manager.start_groups(batch, n)
+        await asyncio.gather(
+            *(
+                self._group(number, weights.version, numbers, name, *group)
+                for number, name, group in zip(numbers, names, groups, strict=True)
+            )
+        )
+        self._busy.end(server)
+        trainer.timeline.add(f"rollout {server}", "drawing", start, perf_counter())
+
+    async def _group(
+        self, number: int, version: int, numbers: tuple[int, ...], name: str, rows: DataProto, drawing: Awaitable
+    ) -> None:
+        """Until its images are there; its rewards come in later."""
+        output, scores = await drawing
+
+        async def score() -> None:
+            start = perf_counter()
+            result = await asyncio.to_thread(self.trainer.scored_rows, rows, await scores)
+            self.trainer.timeline.add("rewards", "scoring", start, perf_counter())
+            self.queue.enter(Group(number, version, numbers, name, output, result))
+            self._arrived.set()
+
+        self._spawn(score())
+
+
+def _line(group: Group) -> dict[str, Any]:
+    """What `order.jsonl` says of a group; `prompt` is its place in the data set."""
+    columns = group.scores.non_tensor_batch
+    return {
+        "group": group.number,
+        "prompt": int(columns["index"][0]) if "index" in columns else None,
+        "uid": columns["uid"][0],
+        "version": group.version,
+        "drawn_with": list(group.drawn_with),
+    }

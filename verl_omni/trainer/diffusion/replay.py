@@ -1,0 +1,77 @@
+"""A run again, from what it has written down: every group is drawn by weights of the version that drew it then."""
+
+from pathlib import Path
+from typing import Any
+
+from verl_omni.report.tracking import read_metrics
+from verl_omni.trainer.diffusion.group_queue import Group, GroupQueue
+
+ORDER = "order.jsonl"
+
+
+def read_order(run_dir: str | Path) -> list[list[dict[str, Any]]]:
+    """The groups that each training step took, from the first step on."""
+    path = Path(run_dir).expanduser() / ORDER
+    if not path.is_file():
+        raise FileNotFoundError(f"trainer.replay={run_dir}: there is no {ORDER}; give the folder of a fully_async run")
+    entries = read_metrics(path)
+    if [entry["step"] for entry in entries] != list(range(1, len(entries) + 1)) or not entries:
+        raise ValueError(f"trainer.replay={run_dir}: {ORDER} does not begin at step 1; the run had another mode then")
+    return [entry["data"]["groups"] for entry in entries]
+
+
+def check_replay(run_dir: str, steps: int, batch_size: int) -> None:
+    """A run of so many steps can be the one that is written down there."""
+    order = read_order(run_dir)
+    if steps > len(order):
+        raise ValueError(
+            f"trainer.replay={run_dir} has {len(order)} steps and this run {steps}: set trainer.total_training_steps="
+            f"{len(order)} or less"
+        )
+    if len(order[0]) != batch_size:
+        raise ValueError(
+            f"trainer.replay={run_dir} took {len(order[0])} prompts a step: set data.train_batch_size={len(order[0])}"
+        )
+
+
+class RecordedQueue(GroupQueue):
+    """Gives the batches of a recorded run.
+
+    As soon as weights of a version are there, all that they drew then is drawn with them, together with the same
+    others. It waits for the step that took it.
+    """
+
+    def __init__(self, batch_size: int, run_dir: str | Path):
+        super().__init__(batch_size)
+        self.order = read_order(run_dir)
+        self.draws: dict[int, set[tuple[int, ...]]] = {}
+        for groups in self.order:
+            for group in groups:
+                self.draws.setdefault(group["version"], set()).add(tuple(group["drawn_with"]))
+        self._taken = {(group["group"], group["version"]) for groups in self.order for group in groups}
+        self._missing: set[int] = set()  # what the weights that are there now have still to draw
+        self._version = -1
+
+    def horizon(self, version: int) -> int:
+        drawn = [draw for number, draws in self.draws.items() if number <= version for draw in draws]
+        return max(number for draw in drawn for number in draw) // self.batch_size
+
+    def open(self, step: int) -> None:
+        """It is the version that says what is drawn."""
+
+    def enter(self, group: Group) -> None:
+        """What was dropped then, and is here only because others were drawn with it, is not kept."""
+        self._missing.discard(group.number)
+        if (group.number, group.version) in self._taken:
+            super().enter(group)
+
+    def take(self, version: int) -> list[Group]:
+        if version != self._version:
+            self._version = version
+            for draw in sorted(self.draws.get(version, ())):
+                self.to_draw.put_nowait(draw)
+                self._missing |= set(draw)
+        if self._missing:
+            return []
+        took = {(group["group"], group["version"]) for group in self.order[version]}
+        return self._train([group for group in self.scored if (group.number, group.version) in took])

@@ -1,0 +1,128 @@
+"""From prompts to an experience: what is asked of the engines for a training step, and what comes back."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+from verl.protocol import DataProto
+
+from verl_omni.trainer.diffusion.experience import Experience, new_experience, places
+from verl_omni.utils.arrays import object_array
+from verl_omni.utils.seeds import derive_seeds
+
+
+class Sampling:
+    """The part of a trainer that draws. It knows of the loss only what that declares to need."""
+
+    def sample(self, prompts: DataProto) -> Experience:
+        """Draw samples for the next training step."""
+        return self.start_sampling(prompts, self.global_step)()
+
+    def start_sampling(self, prompts: DataProto, step: int) -> Callable[[], Experience]:
+        """Begin to draw samples for the training step after `step` others; what comes back waits for them."""
+        batch = self.requests(prompts, step, range(len(prompts)), learns=step == self.global_step)
+        name = self._place(batch, self._ranks(len(batch), step))
+        drawn, version = self._draw(batch, self.algorithm.rollout_policy), self.global_step
+        return lambda: self.experience((name,), version, step, *drawn())
+
+    def requests(self, prompts: DataProto, step: int, groups: Sequence[int], learns: bool) -> DataProto:
+        """What to draw of these prompts: the groups of those numbers among all of `step`, `rollout.n` samples each.
+
+        `learns`: the weights that draw are those that will learn.
+        """
+        return self._training_requests(prompts, {}, step, groups)
+
+    def experience(
+        self, names: tuple[str, ...], version: int, step: int, output: DataProto, scores: Callable[[], DataProto]
+    ) -> Experience:
+        """Samples of whole groups, and what waits for their scores, for the training step after `step` others."""
+        return Experience(names, version, output, scores)
+
+    def _ranks(self, samples: int, step: int) -> list[int] | None:
+        """The rank that will train on each sample; None where that is not known before rewards are."""
+        return None
+
+    def _rollout_batch(
+        self,
+        batch: DataProto,
+        n: int,
+        seeds: Sequence[int],
+        sampling: dict[str, Any],
+        step: int,
+        groups: Sequence[int] | None = None,
+    ) -> DataProto:
+        """`n` requests a prompt, each with its seed."""
+        groups = range(len(batch)) if groups is None else groups
+        batch.non_tensor_batch["uid"] = object_array([f"{step}-{group}" for group in groups])
+        batch = batch.repeat(repeat_times=n, interleave=True)
+        batch.non_tensor_batch["seed"] = object_array(list(seeds))
+        batch.meta_info["sampling_params"] = sampling
+        return batch
+
+    def _training_requests(
+        self, prompts: DataProto, sampling: dict[str, Any], step: int, groups: Sequence[int] | None = None
+    ) -> DataProto:
+        """`rollout.n` requests a prompt with the rollout's settings, each with a seed of its own.
+
+        Seeds depend on the step and on the number of the group alone, not on what is drawn beside it.
+        """
+        rollout = self.settings.actor_rollout_ref.rollout
+        n, groups = rollout.n, range(len(prompts)) if groups is None else groups
+        seeds = derive_seeds(rollout.seed, "rollout", step, count=(max(groups) + 1) * n)
+        sampling = dataclasses.asdict(rollout.pipeline) | {
+            "noise_level": rollout.algo.noise_level,
+            "sde_type": rollout.algo.sde_type,
+            "keep_trajectory": True,
+            **sampling,
+        }
+        own = [seeds[group * n + i] for group in groups for i in range(n)]
+        batch = self._rollout_batch(prompts, n, own, sampling, step, groups)
+        batch.meta_info["scores_only"] = True  # nobody looks at the pixels: the model learns from latents
+        if rollout.algo.same_initial_noise:
+            starts = derive_seeds(rollout.seed, "initial noise", step, count=max(groups) + 1)
+            batch.non_tensor_batch["init_seed"] = object_array([starts[group] for group in groups for _ in range(n)])
+        return batch
+
+    def _place(self, batch: DataProto, ranks: list[int] | None = None) -> str:
+        """Say which engine draws each sample and where its trajectory is left; the name of the new experience."""
+        servers, ship = self.rollouts.places(ranks, len(batch))
+        name = new_experience()
+        batch.non_tensor_batch["server"] = object_array(servers)
+        batch.non_tensor_batch["place"] = object_array(places(name, len(batch), ship))
+        return name
+
+    def _draw(
+        self, batch: DataProto, policy: str, images_to: dict[int, str] | None = None
+    ) -> Callable[[], tuple[DataProto, Callable[[], DataProto]]]:
+        """Begin to draw with the weights as they are now; what comes back waits for (samples, what waits for rewards).
+
+        Rewards go on while the model does other work.
+        """
+        self.rollouts.begin(policy, self.global_step)
+        start, wait = perf_counter(), self.agent_loop_manager.start_images(batch, images_to)
+
+        def drawn() -> tuple[DataProto, Callable[[], DataProto]]:
+            output, collect = wait()
+            self.rollouts.end()
+            end = start + output.meta_info["timing"]["images"]
+            for server in sorted(set(batch.non_tensor_batch["server"])):
+                self.timeline.add(f"rollout {server}", "drawing", start, end)
+
+            def scores() -> DataProto:
+                result = collect()
+                self.timeline.add("rewards", "scoring", end, end + result.meta_info["timing"]["rewards"])
+                return self.scored_rows(batch, result)
+
+            return output, scores
+
+        return drawn
+
+    def scored_rows(self, batch: DataProto, result: DataProto) -> DataProto:
+        """The scores of requests beside what was asked; rewards that nobody has computed by now are."""
+        if "rm_scores" not in result.batch.keys():
+            pixels = {"responses": result.batch["responses"]}
+            scored = DataProto.from_dict(pixels, dict(batch.non_tensor_batch))
+            result = result.union(self.reward_loop_manager.compute_rm_score(scored))
+        result.non_tensor_batch = {**batch.non_tensor_batch, **result.non_tensor_batch}
+        return result
