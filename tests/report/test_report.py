@@ -14,7 +14,8 @@ from PIL import Image
 
 import verl_omni
 from verl_omni.report.charts import Series, line_chart, stacked_bars, ticks
-from verl_omni.report.report import MAX_PAIRS, Run, format_before_after_table, write_report
+from verl_omni.report.galleries import MAX_PAIRS
+from verl_omni.report.report import Run, format_before_after_table, write_report
 from verl_omni.report.starts import commit, note_start, read_starts
 
 STEPS = 6

@@ -178,11 +178,12 @@ class DiffusionAgentLoopWorker:
         With `scores_only` images whose scores are known do not travel. `images_to` are files (without their ending) to
         write images to, by row.
         """
-        outputs = await self._batches.pop(name).scores()
+        scored = self._batches.pop(name)
+        outputs = await scored.scores()
         result = collate(outputs, scores_only)
-        if images_to is not None:
-            names = {row: write_image(outputs[row].response, Path(file)) for row, file in images_to.items()}
-            result.non_tensor_batch["image_file"] = object_array([names.get(row) for row in range(len(outputs))])
+        files = best_and_worst(outputs, scored.rows) | (images_to or {})
+        names = {row: write_image(outputs[row].response, Path(file)) for row, file in files.items()}
+        result.non_tensor_batch["image_file"] = object_array([names.get(row) for row in range(len(outputs))])
         waited = max(o.score_time for o in outputs) - max(o.image_time for o in outputs)
         result.meta_info["timing"] = {"rewards": max(0.0, waited)}
         return result
@@ -270,6 +271,7 @@ class ScoredBatch:
             await score(output, row)
             return output
 
+        self.rows = rows
         self._images = [asyncio.create_task(loop) for loop in loops]
         self._scores = [asyncio.create_task(scored(*pair)) for pair in zip(self._images, rows, strict=True)]
         self._failure = asyncio.get_running_loop().create_future()
@@ -299,6 +301,20 @@ class ScoredBatch:
             for task in self._images + self._scores:
                 task.cancel()
             raise
+
+
+def best_and_worst(outputs: list[DiffusionAgentLoopOutput], rows: list[dict[str, Any]]) -> dict[int, str]:
+    """Files for the image of each group that the reward likes best, and least, where a row says where (`keep_to`)."""
+    groups: dict[str, list[int]] = {}
+    for i, row in enumerate(rows):
+        score = outputs[i].reward_score
+        if row.get("keep_to") is not None and score is not None and not np.isnan(score):
+            groups.setdefault(row["keep_to"], []).append(i)
+    files = {}
+    for place, members in groups.items():
+        files[max(members, key=lambda i: outputs[i].reward_score)] = f"{place}_best"
+        files.setdefault(min(members, key=lambda i: outputs[i].reward_score), f"{place}_worst")
+    return files
 
 
 def fields(outputs: list[DiffusionAgentLoopOutput]) -> dict[str, torch.Tensor]:

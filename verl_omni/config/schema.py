@@ -167,6 +167,12 @@ class TrainerConfig:
         choices=("refuse", "allow"),
     )
     log_val_images: int = knob(64, "validation images written to disk each time; -1: all", least=-1)
+    log_train_groups: int = knob(
+        8,
+        "prompts of a training step whose best and worst image are kept, at the first step and at those that are "
+        "validated; 0: none",
+        least=0,
+    )
     nnodes: int = knob(1, "machines", least=1)
     n_gpus_per_node: int = knob(1, "devices on each (on a CPU: worker processes)", least=1)
     device: str | None = knob(None, "cpu or cuda; null: a GPU if there is one", choices=("cpu", "cuda"))

@@ -1,6 +1,6 @@
 """Tables of the README and of docs/architecture.md, generated from what there is.
 
-    python -m verl_omni.report.document_tables README.md docs/architecture.md     # writes them in
+python -m verl_omni.report.document_tables README.md docs/architecture.md     # writes them in
 """
 
 import importlib

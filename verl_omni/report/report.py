@@ -8,8 +8,7 @@ Reads what the trainer writes into its run folder: ``metrics.jsonl``, ``config.y
 
 import argparse
 import functools
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -19,13 +18,12 @@ from typing import Any
 import yaml
 
 from verl_omni.report.charts import Series, line_chart, stacked_bars
-from verl_omni.report.pictures import data_uri
+from verl_omni.report.galleries import before_and_after, best_and_worst, section
 from verl_omni.report.starts import read_starts
 from verl_omni.report.style import STYLE
 from verl_omni.report.timeline import timeline_chart
 from verl_omni.report.tracking import read_metrics, readable
 
-MAX_PAIRS = 36
 WIDE, NARROW = 1000, 480
 SEEDS = ("trainer.seed", "data.seed", "actor_rollout_ref.rollout.seed")
 OUTSIDE_STEP = ("testing", "save_checkpoint")
@@ -109,13 +107,14 @@ def write_report(
     out_path = Path(out_path) if out_path else run.dir / "report.html"
     sections = [
         _headline(run, title),
-        _section("Learning", _learning_charts(run)),
-        _section("Time", _timing_chart(run) + _pools_chart(run)),
-        _images(run),
-        _section(
+        section("Learning", _learning_charts(run)),
+        section("Time", _timing_chart(run) + _pools_chart(run)),
+        before_and_after(run.validations()),
+        best_and_worst(run.dir),
+        section(
             "Go on from here", f'<pre class="command">{escape(continue_command)}</pre>' if continue_command else ""
         ),
-        _section("Started with", _about(run)),
+        section("Started with", _about(run)),
         _config(run),
     ]
     page = (
@@ -160,10 +159,6 @@ def _validation_label(name: str) -> str:
     return f"validation {what} ({source}{average})"
 
 
-def _section(heading: str, body: str) -> str:
-    return f"<section><h2>{heading}</h2>{body}</section>" if body else ""
-
-
 def _headline(run: Run, title: str) -> str:
     cards = []
     for change in run.changes():
@@ -191,6 +186,10 @@ def _learning_charts(run: Run) -> str:
     rewards = [Series("training", run.curve("critic/rewards/mean"))]
     rewards += [Series(_validation_label(n), run.curve(n), markers=True) for n in run.names("val-core/")]
     charts = [("Reward", rewards, False, "wide")] if any(one.points for one in rewards) else []
+    several = [name for name in run.names("reward/") if name.endswith("/mean")]
+    if len(several) > 1:
+        named = [Series(name.split("/")[1], run.curve(name)) for name in several]
+        charts.append(("Each reward", named, False, "wide"))
     charts += [
         (heading, [Series(name, run.curve(name))], percent, "")
         for heading, name, percent in (
@@ -239,47 +238,6 @@ def _pools_chart(run: Run) -> str:
     return f'<figure class="wide"><figcaption>{heading}</figcaption>{chart}</figure>' if chart else ""
 
 
-def _images(run: Run) -> str:
-    """The same prompts and seeds at the first and at the last validation, in the order of the file."""
-    validations = run.validations()
-    if not validations:
-        return ""
-    kept = [
-        (step, folder, {s["index"]: s for s in _samples(folder) if s["score"] is not None})  # None: its reward failed
-        for step, folder in validations
-    ]
-    shown = [kept[0], kept[-1]] if len(kept) > 1 else kept
-    common = [index for index in shown[-1][2] if index in shown[0][2]][:MAX_PAIRS]
-    scores = [float(samples[index]["score"]) for _, _, samples in shown for index in common]
-    tiles = []
-    for index in common:
-        shots = (_shot(samples[index], folder, step, scores) for step, folder, samples in shown)
-        prompt = escape(str(shown[-1][2][index]["prompt"]))
-        tiles.append(f'<div class="pair"><div class="prompt">{prompt}</div>{"".join(shots)}</div>')
-    steps = " (left) and ".join(str(step) for step, _, _ in shown) + (" (right)" if len(shown) > 1 else "")
-    note = f"The first {len(tiles)} validation prompts, with the same seeds, at step {steps}."
-    if tiles:
-        ends = [readable(end(scores)) for end in (min, max)]
-        note += f" Colours go from the lowest score here ({ends[0]}) to the highest ({ends[1]})."
-    heading = "Before and after" if len(shown) > 1 else "Validation"
-    return _section(heading, f'<p class="note">{note}</p><div class="pairs">{"".join(tiles)}</div>')
-
-
-def _shot(sample: dict[str, Any], folder: Path, step: int, scores: Sequence[float]) -> str:
-    """An image with its score and what else the reward told, such as the text that the OCR read."""
-    told = (
-        f"<span>{escape(key.replace('_', ' '))}: <b>{escape(_short(value))}</b></span>"
-        for key, value in sample.get("reward_extra_info", {}).items()
-    )
-    low, high = min(scores), max(scores)
-    good = (float(sample["score"]) - low) / (high - low) if high > low else 0.5
-    score = f'<i class="score" style="--good:{good:.2f}">{readable(sample["score"], 2)}</i>'
-    return (
-        f'<div class="shot"><img alt="step {step}" src="{data_uri(folder / sample["image"])}">'
-        f"<span>{score}</span>{''.join(told)}</div>"
-    )
-
-
 def _about(run: Run) -> str:
     """What made this run: enough to make it again."""
     reward = run.setting("reward.custom_reward_function.path")
@@ -304,18 +262,6 @@ def _config(run: Run) -> str:
     if run.config is None:
         return ""
     return f"<section><details><summary>Config</summary><pre>{escape(run.config)}</pre></details></section>"
-
-
-def _samples(folder: Path) -> Iterable[dict[str, Any]]:
-    with (folder / "samples.jsonl").open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines if line.strip()]
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    text = str(value)
-    return "(nothing)" if not text else text if len(text) <= 60 else text[:57] + "..."
 
 
 def _duration(seconds: float) -> str:

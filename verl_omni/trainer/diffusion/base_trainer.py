@@ -46,7 +46,12 @@ from verl_omni.trainer.diffusion.reward_metrics import RewardWatch, reward_metri
 from verl_omni.trainer.diffusion.rollouts import EmbeddedRollouts, ServerRollouts, start_servers
 from verl_omni.trainer.diffusion.sampling import Sampling
 from verl_omni.trainer.diffusion.saving import Saving, is_due
-from verl_omni.trainer.diffusion.validation import validation_metrics, write_samples
+from verl_omni.trainer.diffusion.validation import (
+    training_folder,
+    validation_metrics,
+    write_samples,
+    write_training_samples,
+)
 from verl_omni.trainer.diffusion.zero_gradient import ZeroGradients
 from verl_omni.trainer.failures import know
 from verl_omni.trainer.interrupts import stop_requested
@@ -304,6 +309,8 @@ class BaseRayDiffusionTrainer(Sampling):
                     self.actor_wg.stop_profile(str(self.run_dir))
                 self.global_step += 1
                 metrics |= compute_data_metrics_diffusion(batch) | reward_metrics(batch, rewards)
+                if self.online:
+                    write_training_samples(batch, training_folder(self.run_dir, self.global_step))
                 for line in watch.see(metrics):
                     print(f"step {self.global_step}: {line}", flush=True)
                 if self.pace.overlaps:

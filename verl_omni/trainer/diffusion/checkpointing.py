@@ -27,7 +27,7 @@ MODES = ("auto", "auto_previous", "disable", "resume_path")
 # What else in a run's folder tells of the run, and moves with its checkpoints.
 RECORDS = (
     *("config*.yaml", "metrics.jsonl", "order.jsonl", "timeline.jsonl", "starts.jsonl"),
-    *("validation", "report.html"),
+    *("validation", "training", "report.html"),
 )
 
 

@@ -8,6 +8,8 @@ from typing import Any
 from verl.protocol import DataProto
 
 from verl_omni.trainer.diffusion.experience import Experience, new_experience, places
+from verl_omni.trainer.diffusion.saving import is_due
+from verl_omni.trainer.diffusion.validation import training_folder
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.seeds import derive_seeds
 
@@ -79,10 +81,20 @@ class Sampling:
         own = [seeds[group * n + i] for group in groups for i in range(n)]
         batch = self._rollout_batch(prompts, n, own, sampling, step, groups)
         batch.meta_info["scores_only"] = True  # nobody looks at the pixels: the model learns from latents
+        keep_to = [self._keep_to(step, group) for group in groups for _ in range(n)]
+        batch.non_tensor_batch["keep_to"] = object_array(keep_to)
         if rollout.algo.same_initial_noise:
             starts = derive_seeds(rollout.seed, "initial noise", step, count=max(groups) + 1)
             batch.non_tensor_batch["init_seed"] = object_array([starts[group] for group in groups for _ in range(n)])
         return batch
+
+    def _keep_to(self, step: int, group: int) -> str | None:
+        """Where the best and the worst image of a group are kept: of some prompts, where the report shows them."""
+        trainer, number = self.settings.trainer, step + 1
+        due = number == 1 or is_due(number, trainer.test_freq, number == self.total_steps)
+        if not due or group >= trainer.log_train_groups:
+            return None
+        return str(training_folder(self.run_dir, number) / f"{group:05d}")
 
     def _place(self, batch: DataProto, ranks: list[int] | None = None) -> str:
         """Say which engine draws each sample and where its trajectory is left; the name of the new experience."""

@@ -32,6 +32,24 @@ def reward_extras(batch: DataProto) -> Sequence[dict[str, Any]]:
     return batch.non_tensor_batch.get("reward_extra_info", [{}] * len(batch))
 
 
+def training_folder(run_dir: Path, step: int) -> Path:
+    """Images of a training step that are kept."""
+    return run_dir / "training" / f"step_{step}"
+
+
+def write_training_samples(batch: DataProto, folder: Path) -> None:
+    """Those that were kept of this step: the best and the worst of some prompts."""
+    kept = [
+        i
+        for i, (name, place) in enumerate(
+            zip(batch.non_tensor_batch["image_file"], batch.non_tensor_batch["keep_to"], strict=True)
+        )
+        if name is not None and Path(place).parent == folder
+    ]
+    if kept:
+        write_samples(batch[kept], folder)
+
+
 def write_samples(batch: DataProto, folder: Path) -> None:
     """samples.jsonl: one line for each image that was written."""
     folder.mkdir(parents=True, exist_ok=True)

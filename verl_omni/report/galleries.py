@@ -1,0 +1,91 @@
+"""Images in the report: of validation, before and after, and of training, what the reward prefers."""
+
+import json
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from verl_omni.report.pictures import data_uri
+from verl_omni.report.tracking import readable
+
+MAX_PAIRS = 36
+
+
+def before_and_after(validations: Sequence[tuple[int, Path]]) -> str:
+    """The same prompts and seeds at the first and at the last validation, in the order of the file."""
+    if not validations:
+        return ""
+    kept = [
+        (step, folder, {s["index"]: s for s in _samples(folder) if s["score"] is not None})  # None: its reward failed
+        for step, folder in validations
+    ]
+    shown = [kept[0], kept[-1]] if len(kept) > 1 else kept
+    common = [index for index in shown[-1][2] if index in shown[0][2]][:MAX_PAIRS]
+    scores = [float(samples[index]["score"]) for _, _, samples in shown for index in common]
+    tiles = []
+    for index in common:
+        shots = (_shot(samples[index], folder, step, scores) for step, folder, samples in shown)
+        prompt = escape(str(shown[-1][2][index]["prompt"]))
+        tiles.append(f'<div class="pair"><div class="prompt">{prompt}</div>{"".join(shots)}</div>')
+    steps = " (left) and ".join(str(step) for step, _, _ in shown) + (" (right)" if len(shown) > 1 else "")
+    note = f"The first {len(tiles)} validation prompts, with the same seeds, at step {steps}."
+    if tiles:
+        ends = [readable(end(scores)) for end in (min, max)]
+        note += f" Colours go from the lowest score here ({ends[0]}) to the highest ({ends[1]})."
+    heading = "Before and after" if len(shown) > 1 else "Validation"
+    return section(heading, f'<p class="note">{note}</p><div class="pairs">{"".join(tiles)}</div>')
+
+
+def best_and_worst(run_dir: Path) -> str:
+    """The best and the worst image of each prompt that were kept of the last training step which kept any."""
+    folders = {int(p.name.removeprefix("step_")): p for p in (run_dir / "training").glob("step_*")}
+    folders = {step: p for step, p in folders.items() if (p / "samples.jsonl").is_file()}
+    if not folders:
+        return ""
+    step = max(folders)
+    groups: dict[str, dict[str, dict[str, Any]]] = {}
+    for sample in _samples(folders[step]):
+        group, _, side = Path(sample["image"]).stem.rpartition("_")
+        groups.setdefault(group, {})[side] = sample
+    whole = {group: sides for group, sides in sorted(groups.items()) if {"best", "worst"} <= sides.keys()}
+    scores = [float(sample["score"]) for sides in whole.values() for sample in sides.values()]
+    tiles = [
+        f'<div class="pair"><div class="prompt">{escape(str(sides["best"]["prompt"]))}</div>'
+        f"{''.join(_shot(sides[side], folders[step], step, scores) for side in ('best', 'worst'))}</div>"
+        for sides in whole.values()
+    ]
+    note = f"The best (left) and the worst image of one prompt, by the reward, in training step {step}."
+    shown = f'<p class="note">{note}</p><div class="pairs">{"".join(tiles)}</div>' if tiles else ""
+    return section("What the reward prefers", shown)
+
+
+def section(heading: str, body: str) -> str:
+    return f"<section><h2>{heading}</h2>{body}</section>" if body else ""
+
+
+def _shot(sample: dict[str, Any], folder: Path, step: int, scores: Sequence[float]) -> str:
+    """An image with its score and what else the reward told, such as the text that the OCR read."""
+    told = (
+        f"<span>{escape(key.replace('_', ' '))}: <b>{escape(_short(value))}</b></span>"
+        for key, value in sample.get("reward_extra_info", {}).items()
+    )
+    low, high = min(scores), max(scores)
+    good = (float(sample["score"]) - low) / (high - low) if high > low else 0.5
+    score = f'<i class="score" style="--good:{good:.2f}">{readable(sample["score"], 2)}</i>'
+    return (
+        f'<div class="shot"><img alt="step {step}" src="{data_uri(folder / sample["image"])}">'
+        f"<span>{score}</span>{''.join(told)}</div>"
+    )
+
+
+def _samples(folder: Path) -> Iterable[dict[str, Any]]:
+    with (folder / "samples.jsonl").open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines if line.strip()]
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    text = str(value)
+    return "(nothing)" if not text else text if len(text) <= 60 else text[:57] + "..."
