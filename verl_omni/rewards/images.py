@@ -1,4 +1,4 @@
-"""One form of an image for all rewards."""
+"""One form of an image, and of the frames of a video, for all rewards."""
 
 from typing import Any
 
@@ -32,3 +32,18 @@ def to_rgb_array(image: Any) -> np.ndarray:
             raise ValueError("an image has NaN or infinite pixels: the model that drew it has diverged")
         image = (image.clip(0, 1) * 255).round().astype(np.uint8)
     return np.repeat(image, 3, axis=2) if image.shape[2] == 1 else image
+
+
+def frames_of(image: Any, count: int | None = None) -> list[Any]:
+    """The RGB pictures (PIL) of an image, which is one, or of a video, a list of images.
+
+    With `count`, that many frames of a video: the middle ones of as many equal parts. A shorter video gives all it has.
+    """
+    from PIL import Image
+
+    frames = list(image) if isinstance(image, list | tuple) else [image]
+    if not frames:
+        raise ValueError("a video must have a frame, and this list is empty")
+    if count is not None and count < len(frames):
+        frames = [frames[int((part + 0.5) * len(frames) / count)] for part in range(count)]
+    return [Image.fromarray(to_rgb_array(frame)) for frame in frames]
