@@ -1,4 +1,4 @@
-"""One form of an image for all rewards."""
+"""One form of an image, and of the frames of a video, for all rewards."""
 
 from typing import Any
 
@@ -44,3 +44,16 @@ def frames_of(image: Any) -> list | None:
     if not len(image):
         raise ValueError("a video has no frames")
     return list(image)
+
+
+def pictures_of(image: Any, count: int | None = None) -> list[Any]:
+    """The RGB pictures (PIL) of an image, which is one, or of a video.
+
+    With `count`, that many frames of a video: the middle ones of as many equal parts. A shorter video gives all it has.
+    """
+    from PIL import Image
+
+    frames = frames_of(image) or [image]
+    if count is not None and count < len(frames):
+        frames = [frames[int((part + 0.5) * len(frames) / count)] for part in range(count)]
+    return [Image.fromarray(to_rgb_array(frame)) for frame in frames]

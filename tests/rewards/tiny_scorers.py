@@ -1,0 +1,115 @@
+"""Folders with tiny random models of the real classes, as rewards load them, and pictures to score."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    BertTokenizer,
+    CLIPConfig,
+    CLIPImageProcessorPil,
+    CLIPModel,
+    CLIPTokenizer,
+    PreTrainedTokenizerFast,
+    SiglipConfig,
+    SiglipImageProcessorPil,
+    SiglipModel,
+)
+
+CLIP_MEAN, CLIP_STD = np.array([0.48145466, 0.4578275, 0.40821073]), np.array([0.26862954, 0.26130258, 0.27577711])
+PROMPTS = ["a red fox", "two cats, and a dog in the snow", "Tower 12"]
+SIDE = 32  # of what the tiny models see
+
+
+def pictures(*shapes: tuple[int, int], seed: int = 0) -> list[Image.Image]:
+    """Noise over a gradient: no two alike, and the middle is not like the edges."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for height, width in shapes or ((48, 48), (40, 64), (90, 50)):
+        slope = np.linspace(0, 150, width)[None, :, None] * rng.random(3)
+        found.append(Image.fromarray((slope + rng.integers(0, 100, (height, width, 3))).astype(np.uint8)))
+    return found
+
+
+def randomise(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """Every parameter matters: none is 0 or 1 as modules begin."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter + 0.3 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def clip_words() -> list[str]:
+    """Letters, within and at the end of words; the end token has the highest number, as in CLIP's own."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+
+
+def clip_tokenizer(folder: Path) -> CLIPTokenizer:
+    tokenizer = CLIPTokenizer(vocab={word: number for number, word in enumerate(clip_words())}, merges=[])
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def clip_folder(folder: Path, seed: int = 0, **config) -> CLIPModel:
+    tokenizer = clip_tokenizer(folder)
+    tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tokens = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    settings = {"projection_dim": 16} | config
+    model = CLIPModel(
+        CLIPConfig(text_config=tower | tokens, vision_config=tower | {"image_size": SIDE, "patch_size": 8}, **settings)
+    )
+    randomise(model, seed).save_pretrained(folder)
+    CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size=SIDE).save_pretrained(folder)
+    return model
+
+
+def siglip_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Letters and an end token. Like that of SigLIP 2 it tells capitals from small letters."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 1)])
+    tokens = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=["input_ids"], **tokens)
+    made.save_pretrained(folder)
+    return made
+
+
+def siglip_folder(folder: Path) -> SiglipModel:
+    words = len(siglip_tokenizer(folder))
+    tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tokens = {"vocab_size": words, "max_position_embeddings": 24, "bos_token_id": None, "eos_token_id": 1}
+    model = SiglipModel(
+        SiglipConfig(text_config=tower | tokens, vision_config=tower | {"image_size": SIDE, "patch_size": 8})
+    )
+    randomise(model).save_pretrained(folder)
+    SiglipImageProcessorPil(size={"height": SIDE, "width": SIDE}, resample=2).save_pretrained(folder)
+    return model
+
+
+def bert_tokenizer(folder: Path) -> BertTokenizer:
+    """Letters, alone and within words."""
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789,"
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
+    tokenizer = BertTokenizer(vocab={word: number for number, word in enumerate(words)})
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def clip_pixels(picture: Image.Image, size: int = SIDE) -> np.ndarray:
+    """CLIP's own preparation, written out: shorter side to `size`, middle of the longer one, mean and deviation."""
+    scale = size / min(picture.size)
+    width, height = (int(side * scale + 1e-9) for side in picture.size)
+    resized = np.array(picture.resize((width, height), Image.Resampling.BICUBIC), np.float64)
+    top, left = (height - size) // 2, (width - size) // 2
+    square = resized[top : top + size, left : left + size] / 255
+    return ((square - CLIP_MEAN) / CLIP_STD).transpose(2, 0, 1)
+
+
+def unit(vectors: np.ndarray) -> np.ndarray:
+    return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)

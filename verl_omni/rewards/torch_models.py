@@ -1,0 +1,137 @@
+"""What rewards with a torch model share: settings, loading with errors in one line, and scoring in batches."""
+
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from verl_omni.config.knob import Range
+from verl_omni.rewards.images import pictures_of
+from verl_omni.utils.errors import RunError
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+BatchSize = Annotated[int, Range(least=1)]
+Frames = Annotated[int | None, Range(least=1)]
+
+
+class ModelScorer:
+    """A reward that scores single pictures with a torch model. A video has the mean score of its frames.
+
+    A subclass loads its model in `__init__`, and says in `score` what some pictures are worth.
+    """
+
+    needs_prompts = True
+
+    def __init__(self, name: str, device: str | None, dtype: Dtype, batch_size: int, frames: int | None):
+        import torch
+
+        self.name, self.batch_size, self.frames = name, batch_size, frames
+        self.device, self.dtype = _device(name, device), getattr(torch, dtype)
+        # Tokenizers keep their padding in themselves: two threads must not use one at a time.
+        self._lock = threading.Lock()
+
+    def score(self, pictures: list["Image"], prompts: list[str]) -> dict[str, "torch.Tensor"]:
+        """Columns with a number for each picture, one of them "score"."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        images: list,
+        ground_truths: list | None = None,
+        prompts: list[str] | None = None,
+        extra_infos: list[dict] | None = None,
+    ) -> list[dict[str, float]]:
+        prompts = self._checked_prompts(prompts, len(images))
+        videos = [pictures_of(image, self.frames) for image in images]
+        pictures = [frame for video in videos for frame in video]
+        texts = [prompt for video, prompt in zip(videos, prompts, strict=True) for _ in video]
+        rows = iter(self._rows(pictures, texts))
+        return [_mean([next(rows) for _ in video]) for video in videos]
+
+    def _rows(self, pictures: list["Image"], prompts: list[str]) -> list[dict[str, float]]:
+        import torch
+
+        rows = []
+        for start in range(0, len(pictures), self.batch_size):
+            part = slice(start, start + self.batch_size)
+            with self._lock, torch.inference_mode():
+                columns = self.score(pictures[part], prompts[part])
+            values = {name: column.double().tolist() for name, column in columns.items()}
+            rows += [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+        return rows
+
+    def _checked_prompts(self, prompts: list[str] | None, count: int) -> list[str]:
+        if not self.needs_prompts:
+            return [""] * count
+        if prompts is None or len(prompts) != count:
+            given = "none" if prompts is None else len(prompts)
+            raise ValueError(f'the reward "{self.name}" needs a prompt for each of {count} images, and got {given}')
+        for index, prompt in enumerate(prompts):
+            if not isinstance(prompt, str) or not prompt.strip():
+                raise ValueError(f'the reward "{self.name}" needs prompts, and that of image {index} is {prompt!r}')
+        return prompts
+
+
+def _mean(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+
+
+def _device(name: str, device: str | None) -> "torch.device":
+    import torch
+
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    where = f"reward.scorers.{name}.device={device}"
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise RunError(f'{where}: expected "cuda", "cuda:<number>" or "cpu"') from error
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        seen = torch.cuda.device_count()
+        raise RunError(f"{where}: this process sees {seen} GPUs; name one of them or cpu, or leave it null")
+    return found
+
+
+def load_pretrained(cls: Any, source: str, name: str, setting: str = "model", **options: Any) -> Any:
+    """`cls.from_pretrained(source)` for the setting of a reward: a folder, or a name on the Hugging Face hub."""
+    place = Path(source).expanduser()
+    try:
+        if source.startswith(("/", ".", "~")) and not place.is_dir():
+            raise FileNotFoundError("there is no such folder")
+        return cls.from_pretrained(str(place) if place.is_dir() else source, **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise RunError(cannot_load(name, setting, source, error, "the folder")) from error
+
+
+def load_model(cls: Any, source: str, name: str, dtype: "torch.dtype", setting: str = "model") -> Any:
+    """The same for a model, all of whose weights have to be there: transformers would fill in random ones."""
+    options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, info = load_pretrained(cls, source, name, setting, **options)
+    lacking = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
+    if lacking:
+        where = f'reward.scorers.{name}.{setting}="{source}"'
+        raise RunError(f"{where} is another model: it lacks, or has in another shape, {some(lacking)}")
+    return model
+
+
+def some(names: list[str]) -> str:
+    """The first few of them."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def cannot_load(name: str, setting: str, source: str, error: Exception, instead: str) -> str:
+    """One line for a setting whose model is not to be had: what to put there."""
+    where = f"reward.scorers.{name}.{setting}"
+    return (
+        f'the reward "{name}" cannot load {where}="{source}" ({first_sentence(error)}): set {where} to {instead} of a '
+        "downloaded copy, or let this machine reach the Hugging Face hub"
+    )
+
+
+def first_sentence(error: Exception) -> str:
+    """Of what an exception says."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].split(". ")[0].strip().rstrip(".:")
