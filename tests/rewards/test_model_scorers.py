@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from tiny_scorers import clip_folder, pictures
 
 from verl_omni.rewards import check_settings, make_scorer
+from verl_omni.rewards.choice import Choice
 from verl_omni.rewards.image_manager import as_reward_function
 from verl_omni.rewards.images import pictures_of
 from verl_omni.utils.errors import RunError
@@ -99,7 +100,7 @@ def test_frames_are_spread_evenly():
 
 def test_the_reward_loop_scores_with_it(clip):
     """As a run does: tensors, one batch, the model loaded by the first call."""
-    function = as_reward_function(None, "clip_score", {"model": str(clip[0])})
+    function = as_reward_function(None, Choice("clip_score", "clip_score", settings={"model": str(clip[0])}))
     pixels = [torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255 for image in pictures((40, 40), (40, 40))]
     samples = [
         {"data_source": "clip_score", "solution_image": pixels[0], "prompt": "a fox"},
