@@ -29,7 +29,7 @@ class ModelScorer:
         import torch
 
         self.name, self.batch_size, self.frames = name, batch_size, frames
-        self.device, self.dtype = _device(name, device), getattr(torch, dtype)
+        self.device, self.dtype = find_device(name, device), getattr(torch, dtype)
         # Tokenizers keep their padding in themselves: two threads must not use one at a time.
         self._lock = threading.Lock()
 
@@ -79,7 +79,7 @@ def _mean(rows: list[dict[str, float]]) -> dict[str, float]:
     return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
 
 
-def _device(name: str, device: str | None) -> "torch.device":
+def find_device(name: str, device: str | None) -> "torch.device":
     import torch
 
     if device is None:

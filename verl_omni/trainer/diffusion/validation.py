@@ -12,8 +12,13 @@ from verl.protocol import DataProto
 
 
 def validation_metrics(batch: DataProto, n: int) -> dict[str, float]:
-    """`val-core/<data_source>/reward/mean@n`, and the mean of every other number that the reward function told."""
+    """`val-core/<data_source>/reward/mean@n`, and the mean of every other number that the reward function told.
+
+    Where a reward tells a `tag`, such as the task of a GenEval prompt, each tag has a mean of its own, and all of them
+    one in which every tag counts the same (`mean_of_tags`).
+    """
     values: dict[str, list[float]] = defaultdict(list)
+    tagged: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     scores = batch.batch["rm_scores"][:, 0].tolist()
     sources = batch.non_tensor_batch["data_source"]
     for source, score, extra in zip(sources, scores, reward_extras(batch), strict=True):
@@ -21,9 +26,16 @@ def validation_metrics(batch: DataProto, n: int) -> dict[str, float]:
             values[f"val-aux/{source}/failed"].append(1.0)
             continue
         values[f"val-core/{source}/reward/mean@{n}"].append(score)
+        for key in (key for key in extra if key.split("/")[-1] == "tag"):
+            told = score if key == "tag" else extra[key.removesuffix("/tag")]
+            tagged[f"val-aux/{source}/{key.removesuffix('tag')}"][str(extra[key])].append(told)
         for key, told in extra.items():
             if isinstance(told, int | float | np.number) and not isinstance(told, bool):
                 values[f"val-aux/{source}/{key}/mean@{n}"].append(float(told))
+    for name, tags in tagged.items():
+        means = {tag: float(np.mean(scores)) for tag, scores in tags.items()}
+        values |= {f"{name}{tag}/mean@{n}": [mean] for tag, mean in means.items()}
+        values[f"{name}mean_of_tags/mean@{n}"] = list(means.values())
     return {name: float(np.sum(v) if name.endswith("/failed") else np.mean(v)) for name, v in values.items()}
 
 

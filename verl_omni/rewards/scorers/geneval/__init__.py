@@ -9,6 +9,7 @@ from verl_omni.rewards.scorers.geneval.accuracy import accuracy, accuracy_of
 from verl_omni.rewards.scorers.geneval.rules import Limits, Verdict, judge, keep
 from verl_omni.rewards.scorers.geneval.tasks import Task, read_task
 from verl_omni.rewards.scorers.geneval.vision import ColourClassifier, Detector, ZeroShotDetector
+from verl_omni.rewards.torch_models import find_device
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -37,7 +38,7 @@ class GenEval:
         max_objects: at most so many of a class count, the surest.
         max_overlap: of two boxes of a class that overlap by this (intersection over union) or more, the surer counts.
             The paper has 1, which lets all pass; OWLv2 reports an object several times.
-        device: of both models.
+        device: of both models; None: a GPU if there is one.
 
     Returns for each image ``score``, ``correct`` (1.0 or 0.0, whatever the score is), ``tag`` (the task) and ``reason``
     (why it is wrong, else empty).
@@ -53,10 +54,11 @@ class GenEval:
         counting_threshold: Share = 0.3,
         max_objects: Count = 16,
         max_overlap: Share = 0.5,
-        device: str = "cpu",
+        device: str | None = None,
     ):
         self._graded = score == "graded"
         self._limits = Limits(threshold, counting_threshold, max_objects, max_overlap)
+        device = str(find_device("geneval", device))
         self._detect, self._colours_of = ZeroShotDetector(detector, device), ColourClassifier(classifier, device)
 
     def __call__(
