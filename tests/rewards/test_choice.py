@@ -50,12 +50,11 @@ def test_the_score_is_the_weighted_sum():
     }
 
 
-def test_one_reward_keeps_its_own_answer():
-    assert combine(rewards_of("x", read_choices(["ocr"])), [{"score": 0.5, "exact": 0.0}]) == {
-        "score": 0.5,
-        "exact": 0.0,
-    }
-    assert combine(rewards_of("x", read_choices([{"name": "a", "weight": -2}])), [{"score": 3.0}])["score"] == -6.0
+def test_one_reward_keeps_the_names_of_what_it_tells():
+    answer = combine(rewards_of("x", read_choices(["ocr"])), [{"score": 0.5, "exact": 0.0}])
+    assert answer == {"score": 0.5, "exact": 0.0, "ocr": 0.5}
+    answer = combine(rewards_of("x", read_choices([{"name": "a", "weight": -2}])), [{"score": 3.0}])
+    assert answer == {"score": -6.0, "a": 3.0}
 
 
 @pytest.mark.parametrize(("ocr", "counted"), [(0.89, 0.0), (0.9, 7.0), (1.0, 7.0)])

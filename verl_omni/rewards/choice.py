@@ -131,13 +131,14 @@ def rewards_of(data_source: str, choices: Mapping[str, Choice], own: bool = Fals
 
 
 def combine(chosen: Sequence[Choice], answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One answer of a row's rewards: `score` is their weighted sum.
+    """One answer of a row's rewards that are added up: `score` is their weighted sum.
 
-    With several, each one's score stands under its label (0 where its gate is closed; the score that it had is then
-    `<label>/score`), and what else it told under `<label>/<name>`.
+    Each one's score stands under its label (0 where its gate is closed; the score that it had is then `<label>/score`),
+    and with several of them what else it told under `<label>/<name>`.
     """
-    if len(chosen) == 1 and chosen[0].weight == 1.0:
-        return dict(answers[0])
+    if len(chosen) == 1:
+        score = answers[0]["score"]
+        return {**answers[0], chosen[0].label: score, "score": chosen[0].weight * score}
     told: dict[str, Any] = {}
     scores = {choice.label: answer["score"] for choice, answer in zip(chosen, answers, strict=True)}
     total = 0.0

@@ -11,7 +11,7 @@ from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.protocol import DataProto
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
-from verl_omni.rewards.choice import OWN, Choice, combine, read_choices, rewards_of
+from verl_omni.rewards.choice import OWN, Choice, combine, read_choices, rewards_of, weighted
 from verl_omni.rewards.registry import LoadedOnce, get_reward_fn
 from verl_omni.rewards.reward_function import RewardError, RewardFunction
 from verl_omni.rewards.scoring import Failures, Scoring
@@ -79,7 +79,7 @@ class ImageRewardManager(RewardManagerBase):
                 self.failures.scored(choice.label)
         if failure is not None:
             return {"reward_score": float("nan"), "reward_extra_info": {}, "reward_failure": failure}
-        answer = combine(chosen, answers)
+        answer = combine(chosen, answers) if weighted(self.choices) else answers[0]
         extra = {k: v for k, v in answer.items() if k != "score"}
         return {"reward_score": answer["score"], "reward_extra_info": extra}
 
