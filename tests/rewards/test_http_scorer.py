@@ -14,7 +14,8 @@ from reward_servers import GUARD, Command, Gate, answering, free_port, mean, mea
 
 from verl_omni.rewards import check_settings, make_scorer
 from verl_omni.rewards.serving import client
-from verl_omni.rewards.serving.client import Replica, RewardServerError, addresses, own_words, seconds
+from verl_omni.rewards.serving.client import RewardServerError, addresses, own_words, seconds
+from verl_omni.rewards.serving.replica import Replica
 
 
 @pytest.fixture(autouse=True)
@@ -221,7 +222,7 @@ def test_a_server_that_is_killed_and_started_again(tmp_path):
     samples = batch(100)
     expected = [{"score": float(np.asarray(image)[..., 0].mean())} for image in samples[0]]
     server = Command(tmp_path, SCORERS, "red", "--port", "0", "--max-batch", "1")
-    ask = asker(server.address, "red", concurrency=2, retries=60, breaker_after=2)
+    ask = asker(server.address, "red", concurrency=2, retries=200, breaker_after=2)
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(ask, *samples)
         until(lambda: ask.client.replicas[0].in_flight)
@@ -291,6 +292,12 @@ def test_after_the_pause_one_request_tries():
     replica.answered()
     replica.failed("four")
     assert replica.may_be_asked(), "a whole count again"
+
+
+def test_a_server_that_is_down_is_waited_for_and_then_given_up():
+    address = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(RewardServerError, match=f"{address} was down for 1 s, the last: ClientConnectorError: Cannot"):
+        asker(address, retries=3, timeout=1.0, breaker_after=2, breaker_pause=0.05)(*batch(3))
 
 
 def test_the_others_wait_for_the_one_that_tries():

@@ -13,10 +13,11 @@ from verl_omni.rewards.serving.contract import Encoding, Sample, encode
 class HttpScorer:
     """The scores of ``scorer`` on the server at ``address``; replicas of it are separated by commas.
 
-    Each image is a request: the server gathers those of all its clients into batches. Requests that fail are repeated
-    ``retries`` times, later each time, on another replica where there is one. One that has failed ``breaker_after``
-    times in a row is left alone for ``breaker_pause`` seconds. ``encoding`` is how images travel: "png" is smaller,
-    "tensor" needs no time to compress.
+    Each image is a request: the server gathers those of all its clients into batches. One that fails is repeated up to
+    ``retries`` times, later each time, on another replica where there is one. A server that is busy, or not there, is
+    waited for up to ``timeout`` seconds. A replica that has failed ``breaker_after`` times in a row is left alone for
+    ``breaker_pause`` seconds, then one request tries it. ``encoding`` is how images travel: "png" is smaller, "tensor"
+    needs no time to compress.
     """
 
     def __init__(

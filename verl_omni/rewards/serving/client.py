@@ -3,7 +3,6 @@
 import asyncio
 import email.utils
 import json
-import logging
 import os
 import random
 import re
@@ -11,11 +10,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 from verl_omni.config.knob import Range
+from verl_omni.rewards.serving.replica import Replica
 from verl_omni.utils.errors import RunError
 
 if TYPE_CHECKING:
@@ -27,10 +26,8 @@ Count = Annotated[int, Range(least=1)]
 Retries = Annotated[int, Range(least=0)]
 
 # Seconds between tries: twice as many each time.
-FIRST_PAUSE, LONGEST_PAUSE, LONGEST_BUSY_PAUSE = 0.5, 30.0, 4.0
+FIRST_PAUSE, LONGEST_PAUSE, LONGEST_WAIT = 0.5, 30.0, 4.0
 KEPT_SECONDS = 30  # a connection that nobody uses
-
-log = logging.getLogger(__name__)
 
 
 class RewardServerError(RunError):
@@ -42,51 +39,19 @@ class BadAnswer(Exception):
 
 
 class _Failed(Exception):
-    """A try that may be repeated: after a pause, or at once; where a server is only busy, without counting."""
+    """A try that may be repeated, after a pause or at once."""
 
-    def __init__(self, words: str, *, pause: bool = True, busy: bool = False):
+    def __init__(self, words: str, *, pause: bool = True):
         super().__init__(words)
-        self.pause, self.busy = pause, busy
+        self.pause = pause
 
 
-@dataclass(eq=False)
-class Replica:
-    """One server: how busy it is, and whether it may be asked.
+class _Busy(_Failed):
+    """The server is alive and has no time now: waiting for it costs no try, up to `timeout` seconds in all."""
 
-    After `breaker_after` failures in a row nobody asks it for `breaker_pause` seconds; then one request tries, and its
-    outcome is that of the breaker.
-    """
 
-    address: str
-    breaker_after: int
-    breaker_pause: float
-    in_flight: int = 0
-    failures: int = 0
-    ready_at: float = 0.0
-    trying: bool = False
-    words: str = "not asked yet"
-
-    @property
-    def broken(self) -> bool:
-        return self.failures >= self.breaker_after
-
-    def may_be_asked(self) -> bool:
-        return time.monotonic() >= self.ready_at and not (self.broken and self.trying)
-
-    def answered(self) -> None:
-        self.failures = 0
-
-    def busy(self, words: str, seconds: float) -> _Failed:
-        """It is alive, and says when it has time."""
-        self.failures, self.words, self.ready_at = 0, words, time.monotonic() + seconds
-        return _Failed(words, busy=True)
-
-    def failed(self, words: str) -> _Failed:
-        self.failures, self.words = self.failures + 1, words
-        if self.broken:
-            self.ready_at = time.monotonic() + self.breaker_pause
-            log.warning("%s failed %d times, pause of %g s: %s", self.address, self.failures, self.breaker_pause, words)
-        return _Failed(words)
+class _Down(Exception):
+    """No server can be asked now: waiting costs no try, until all have been down for `timeout` seconds."""
 
 
 class HttpClient:
@@ -111,7 +76,7 @@ class HttpClient:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=_run, args=(self._loop,), name="reward client", daemon=True).start()
         self._session = self._in_loop(self._open())
-        self._places = asyncio.Semaphore(concurrency)
+        self._places, self._well = asyncio.Semaphore(concurrency), asyncio.Event()
         weakref.finalize(self, _close, self._loop, self._session)
 
     def ask_all(self, path: str, bodies: list[Callable[[], bytes]], read: Callable[[Any], T]) -> list[T]:
@@ -144,38 +109,52 @@ class HttpClient:
 
     async def _ask(self, path: str, make_body: Callable[[], bytes], read: Callable[[Any], T]) -> T:
         body = replica = None
-        began, tries, waits = time.monotonic(), 0, 0
+        tries, waits, waited = 0, 0, 0.0
         while tries <= self.retries:
             async with self._places:
-                body = body or await asyncio.to_thread(make_body)
-                replica, last = self._choose(replica), replica
                 try:
-                    if replica is None:
-                        replica = last or self.replicas[0]
-                        raise _Failed(replica.words, busy=any(r.trying or not r.broken for r in self.replicas))
+                    self._choose(replica)
+                    body = body or await asyncio.to_thread(make_body)
+                    replica = self._choose(replica)
                     return await self._try(replica, path, body, read)
-                except _Failed as failed:
+                except (_Failed, _Down) as failed:
                     why = failed
-            if why.busy and time.monotonic() - began < self.timeout:
-                await asyncio.sleep(self._pause(waits, LONGEST_BUSY_PAUSE))
+            if isinstance(why, _Down):
+                await self._rest(waits, LONGEST_WAIT)
+                waits += 1
+            elif isinstance(why, _Busy) and waited < self.timeout:
+                waited += await self._rest(waits, LONGEST_WAIT)
                 waits += 1
             else:
                 if why.pause and tries < self.retries:
-                    await asyncio.sleep(self._pause(tries, LONGEST_PAUSE))
+                    await self._rest(tries, LONGEST_PAUSE)
                 tries += 1
         counted = f"{tries} tries" if tries > 1 else "one try"
         raise RewardServerError(f"no score after {counted}; the last: {replica.address}{path}: {why}")
 
-    def _choose(self, last: Replica | None) -> Replica | None:
+    def _choose(self, last: Replica | None) -> Replica:
         """The least loaded that may be asked, rather another than the last."""
+        latest = min(self.replicas, key=Replica.down_for)
+        if latest.down_for() > self.timeout:
+            raise RewardServerError(f"{latest.address} was down for {self.timeout:g} s, the last: {latest.words}")
         ready = [replica for replica in self.replicas if replica.may_be_asked()]
-        return min(ready, key=lambda r: (r is last, r.in_flight), default=None)
+        if not ready:
+            raise _Down
+        return min(ready, key=lambda r: (r is last, r.in_flight))
 
-    def _pause(self, number: int, longest: float) -> float:
-        """At random, so that not all come back at once, and not before a server is ready."""
+    async def _rest(self, number: int, longest: float) -> float:
+        """Until a server is well again, or a pause is over; returns its seconds.
+
+        It is random, so that not all come back at once, and not over before a server is ready.
+        """
         pause = random.uniform(0.5, 1) * min(FIRST_PAUSE * 2**number, longest)
-        until_ready = min(replica.ready_at for replica in self.replicas) - time.monotonic()
-        return max(pause, until_ready + 0.1 * pause)
+        began = time.monotonic()
+        until_ready = min(replica.ready_at for replica in self.replicas) - began
+        try:
+            await asyncio.wait_for(self._well.wait(), max(pause, until_ready + 0.1 * pause))
+        except asyncio.TimeoutError:
+            pass
+        return time.monotonic() - began
 
     async def _try(self, replica: Replica, path: str, body: bytes, read: Callable[[Any], T]) -> T:
         import aiohttp
@@ -187,15 +166,20 @@ class HttpClient:
             async with self._session.post(replica.address + path, data=body, allow_redirects=False) as response:
                 status, after, content = response.status, response.headers.get("Retry-After"), await response.read()
         except asyncio.TimeoutError as error:
-            raise replica.failed(f"no answer within {self.timeout:g} s") from error
+            replica.failed(f"no answer within {self.timeout:g} s")
+            raise _Failed(replica.words) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise replica.failed(f"{type(error).__name__}: {error}") from error
+            replica.failed(f"{type(error).__name__}: {error}", down=True)
+            raise (_Down() if probe else _Failed(replica.words)) from error
         finally:
             replica.in_flight -= 1
             if probe:
                 replica.trying = False
         if status == 200:
             replica.answered()
+            if probe:  # wakes all that rest now
+                self._well.set()
+                self._well.clear()
             return _read(content, read)
         words = f"{status} {own_words(content)}"
         if status < 500 and status != 429:
@@ -203,11 +187,13 @@ class HttpClient:
             raise RewardServerError(f"{replica.address}{path} answers {words}")
         wait = seconds(after)
         if wait is None:
-            raise replica.failed(words)
+            replica.failed(words)
+            raise _Failed(words)
         if wait > self.timeout:
             asked = f"and asks to wait {wait:g} s, which is more than timeout={self.timeout:g}"
             raise RewardServerError(f"{replica.address}{path} answers {words}, {asked}")
-        raise replica.busy(words, wait)
+        replica.busy(words, wait)
+        raise _Busy(words)
 
 
 def _read(content: bytes, read: Callable[[Any], T]) -> T:
