@@ -13,6 +13,8 @@ T = TypeVar("T")
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
+    # More threads than a loop has by itself: some only wait, and others must not wait for those.
+    loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(64, thread_name_prefix="background"))
     threading.Thread(target=loop.run_forever, name="background", daemon=True).start()
     return loop
 

@@ -57,14 +57,16 @@ class ServerRollouts:
 
     def begin(self, policy: str, version: int) -> None:
         """All servers at once: none of them draws now."""
-        servers = range(len(self.servers))
-        held = all(self._held.get(server) == (policy, version) for server in servers)
+        held = self.all_hold(policy, version)
         weights = Weights(policy, version, None) if held else self.publish(policy, version)
 
         async def ready() -> None:
-            await asyncio.gather(*(self.ready(server, weights) for server in servers))
+            await asyncio.gather(*(self.ready(server, weights) for server in range(len(self.servers))))
 
         wait_for(ready())
+
+    def all_hold(self, policy: str, version: int) -> bool:
+        return all(self._held.get(server) == (policy, version) for server in range(len(self.servers)))
 
     def publish(self, policy: str, version: int) -> Weights:
         """What the training workers hold now. It lies in Ray's object store as long as somebody keeps the answer."""
