@@ -26,7 +26,8 @@ def test_a_run_asks_the_server_and_tells_its_words():
 
     def scores(settings: dict) -> list[dict]:
         async def run():
-            config = OmegaConf.create({"reward": {"batch_size": 4, "scorers": {"http": settings}}})
+            reward = {"batch_size": 4, "on_failure": "stop", "scorers": {"http": settings}}
+            config = OmegaConf.create({"reward": reward})
             manager = ImageRewardManager(config, None)
             return await asyncio.gather(*(manager.run_single(of_colour(red)) for red in (7, 8, 9)))
 
@@ -39,4 +40,4 @@ def test_a_run_asks_the_server_and_tells_its_words():
         with pytest.raises(ValueError) as error:
             scores({"address": server.address, "scorer": "maen"})
     said = f'{server.address}/v1/score/maen answers 404 unknown scorer "maen": did you mean "mean"? known: mean'
-    assert str(error.value) == f'reward function of data_source "http" raised RewardServerError: {said} (prompt: "p")'
+    assert str(error.value) == f'reward function "http" raised RewardServerError: {said} (prompt: "p")'

@@ -168,7 +168,16 @@ CASES = {
     "servers that are not there": ([f"{A}rollout.n_gpus_per_node=2"], "hybrid_engine=false) or one_step_off"),
     "weights of steps": (["algorithm.rollout_correction.rollout_is=step"], "set actor_rollout_ref.hybrid_engine=false"),
     "rejection": (["algorithm.rollout_correction.rollout_rs=step_k1"], "rollout_rs=step_k1 has no effect with"),
-    "served reward model": (["reward.reward_model.enable=true"], "call it in a function of your own"),
+    "judge without a model": (["reward.reward_model.enable=true"], "needs reward.reward_model.model_path=<the judge's"),
+    "judge that nobody asks": (
+        ["reward.reward_model.enable=true", "reward.reward_model.model_path=/m"], "starts a judge that nobody asks"
+    ),
+    "list of rewards": (["reward.scorers=[{name: jpg}]"], 'unknown reward (data_source) "jpg"'),
+    "reward for no row": (
+        ["reward.scorers=[{name: jpeg_compressibility, data_sources: [x]}]"], "no reward for prompts with data_source"
+    ),
+    "function that is not there": (["reward.scorers=[custom_reward_function]"], "say where it is, reward.custom_rew"),
+    "reward that needs a setting": (["reward.scorers=[{name: http, scorer: x}]"], "needs reward.scorers.http.address"),
     # numbers
     "height": ([f"{A}rollout.pipeline.height=40"], "height=40 is no multiple of 16 (vae_scale_factor * 2): try 32 or"),
     "width of validation": ([f"{A}rollout.val_kwargs.pipeline.width=8"], "val_kwargs.pipeline.width=8 is no multiple"),

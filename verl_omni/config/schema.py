@@ -12,10 +12,7 @@ from verl_omni.config import (
 from verl_omni.config.algorithm import DiffusionAlgoConfig
 from verl_omni.config.knob import MOST_SEED, knob, names_in
 
-NO_REWARD_MODEL = (
-    "no reward model is served beside the training; call it in a function of your own "
-    "(reward.custom_reward_function.path)"
-)
+SERVED = "reward.reward_model.enable=true"
 
 
 @dataclass
@@ -76,11 +73,19 @@ class RewardManagerConfig:
 
 @dataclass
 class RewardModelConfig:
-    enable: bool = knob(False, "serve a reward model beside the training", waits=NO_REWARD_MODEL)
-    enable_resource_pool: bool = knob(False, "on devices of its own", waits=NO_REWARD_MODEL)
-    n_gpus_per_node: int = knob(0, "devices of that pool on each node", least=0, waits=NO_REWARD_MODEL)
-    nnodes: int = knob(0, "nodes of that pool", least=0, waits=NO_REWARD_MODEL)
-    model_path: str | None = knob(None, "the reward model's folder", waits=NO_REWARD_MODEL)
+    enable: bool = knob(False, "start a server of a vision-language model, which rewards of vlm_judge then ask")
+    enable_resource_pool: bool = knob(False, "on GPUs of its own, as beside a training on GPUs", needs=SERVED)
+    n_gpus_per_node: int = knob(
+        0, "GPUs of each server", least=0, needs="reward.reward_model.enable_resource_pool=true"
+    )
+    nnodes: int = knob(1, "servers; they share the work", least=1, needs=SERVED)
+    model_path: str | None = knob(None, "the model's folder", needs=SERVED)
+    command: str = knob(
+        "vllm serve {model} --port {port} --tensor-parallel-size {gpus}",
+        "starts a server of OpenAI's chat completions with a page /health",
+        needs=SERVED,
+    )
+    start_timeout: float = knob(900.0, "seconds until it answers; it loads the model first", above=0, needs=SERVED)
 
 
 @dataclass

@@ -12,6 +12,7 @@ from verl.protocol import DataProto
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
 from verl_omni.rewards.choice import OWN, Choice, combine, read_choices, rewards_of, weighted
+from verl_omni.rewards.judge import with_judge
 from verl_omni.rewards.registry import LoadedOnce, get_reward_fn
 from verl_omni.rewards.reward_function import RewardError, RewardFunction
 from verl_omni.rewards.scoring import Failures, Scoring
@@ -43,6 +44,8 @@ class ImageRewardManager(RewardManagerBase):
         reward = config.reward
         scorers = reward.get("scorers")
         self.choices = read_choices(OmegaConf.to_container(scorers, resolve=True) if scorers else None)
+        if reward_router_address is not None:
+            self.choices = with_judge(self.choices, reward_router_address, reward.reward_model.model_path)
         self.failures = Failures(reward.get("on_failure", "drop"), int(reward.get("max_failures", 3)))
         self.pools: dict[str, Any] = {}  # label -> a scorer with processes of its own
         self._scorings: dict[str, Scoring] = {}

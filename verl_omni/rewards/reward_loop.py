@@ -12,6 +12,7 @@ from verl.trainer.ppo.reward import resolve_reward_manager_cls
 import verl_omni.rewards.image_manager  # noqa: F401  (registers "image")
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
 from verl_omni.rewards.choice import read_choices
+from verl_omni.rewards.judge import start_judges
 from verl_omni.rewards.pool import ScorerPool, start_pools
 from verl_omni.rewards.reward_function import RewardFunction
 from verl_omni.utils.arrays import object_array
@@ -54,6 +55,18 @@ class RewardLoopWorker(VerlRewardLoopWorker):
 class RewardLoopManager(VerlRewardLoopManager):
     """Starts the reward workers. `compute_rm_score` scores a whole batch, for rewards that cannot overlap a rollout."""
 
+    def __init__(self, config: DictConfig):
+        self.config, self.judges, self.reward_router_address = config, [], None
+        self.reward_model_manager, self.reward_manager_cls = None, resolve_reward_manager_cls(config)
+        if config.reward.reward_model.enable:
+            model = OmegaConf.to_object(config.reward.reward_model)
+            self.judges, self.reward_router_address = start_judges(model, config.trainer.default_local_dir)
+        self._init_reward_loop_workers()
+
+    @property
+    def reward_loop_worker_handles(self) -> list[ray.actor.ActorHandle]:
+        return self.reward_loop_workers
+
     def _init_reward_loop_workers(self) -> None:
         self.reward_loop_workers_class = ray.remote(RewardLoopWorker)
         super()._init_reward_loop_workers()
@@ -72,5 +85,6 @@ class RewardLoopManager(VerlRewardLoopManager):
         return result
 
     def shutdown(self) -> None:
-        for process in (*self.reward_loop_workers, *(p for pool in self.pools.values() for p in pool)):
+        ray.get([judge.stop.remote() for judge in self.judges])
+        for process in (*self.reward_loop_workers, *(p for pool in self.pools.values() for p in pool), *self.judges):
             ray.kill(process)

@@ -126,17 +126,39 @@ def check_reward_manager(config: DictConfig) -> None:
         ) from error
 
 
+def check_judge(served: DictConfig, device: str) -> None:
+    """It has a model, and devices where there are any."""
+    if not served.model_path:
+        raise ValueError("reward.reward_model.enable=true needs reward.reward_model.model_path=<the judge's folder>")
+    if device == "cuda" and not (served.enable_resource_pool and served.n_gpus_per_node):
+        raise ValueError(
+            "reward.reward_model.enable=true: the judge does not share the training's GPUs; give it its own with "
+            "reward.reward_model.enable_resource_pool=true reward.reward_model.n_gpus_per_node=1, or start a server "
+            "yourself and name it in reward.scorers.vlm_judge.address"
+        )
+
+
 def check_rewards(config: DictConfig) -> None:
     """The user's reward function loads and takes what it will be given, or every data source has a reward."""
     import verl_omni.rewards.image_manager  # noqa: F401  (registers "image")
     from verl_omni.data.loading import load_datasets
     from verl_omni.rewards import check_package, check_settings, get_reward_fn
     from verl_omni.rewards.choice import OWN, read_choices, rewards_of, weighted
+    from verl_omni.rewards.judge import with_judge
     from verl_omni.rewards.reward_loop import load_custom_reward_function
 
     check_reward_manager(config)
     scorers = config.reward.scorers
     choices = read_choices(OmegaConf.to_container(scorers, resolve=True) if scorers else None)
+    served = config.reward.reward_model
+    if served.enable:
+        check_judge(served, config.trainer.device)
+        named, choices = choices, with_judge(choices, "http://127.0.0.1", served.model_path)  # its port comes later
+        if choices == named and not config.reward.custom_reward_function.path:
+            raise ValueError(
+                "reward.reward_model.enable=true starts a judge that nobody asks: name it as a reward, "
+                "'reward.scorers=[{name: vlm_judge}]'"
+            )
     for choice in choices.values():
         if choice.name != OWN:
             check_settings(choice.name, choice.settings, choice.label)

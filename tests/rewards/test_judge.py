@@ -1,0 +1,107 @@
+"""The server of a judge that a run starts: it answers, it comes back, and it says why it cannot."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+import psutil
+import pytest
+
+from verl_omni.rewards.choice import read_choices
+from verl_omni.rewards.judge import JudgeServer, with_judge
+from verl_omni.utils.errors import RunError
+
+SERVER = """
+import http.server, json, os, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        content = json.dumps({"pid": os.getpid(), "model": sys.argv[1], "gpus": sys.argv[3]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+http.server.ThreadingHTTPServer(("", int(sys.argv[2])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def judge(tmp_path):
+    (tmp_path / "server.py").write_text(SERVER)
+    made = JudgeServer(f"{sys.executable} {tmp_path}/server.py {{model}} {{port}} {{gpus}}", "/m", 0, f"{tmp_path}/log")
+    yield made
+    if made.process is not None:
+        made.stop()
+
+
+def ask(address: str) -> dict:
+    with urllib.request.urlopen(address.removesuffix("/v1") + "/health", timeout=10) as answer:
+        return json.load(answer)
+
+
+def test_it_answers_and_comes_back_on_the_same_address(judge):
+    address = judge.start(30)
+    first = ask(address)
+    assert first["model"] == "/m" and first["gpus"] == "1" and first["pid"] == judge.pid()
+    os.kill(first["pid"], signal.SIGKILL)
+    end = time.monotonic() + 30
+    while True:
+        try:
+            again = ask(address)
+            break
+        except OSError:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    assert again["pid"] != first["pid"] and judge.restarts == 1
+    judge.stop()
+    assert not psutil.pid_exists(again["pid"]) and judge.restarts == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (
+            "no_such_server {model}",
+            "cannot be started: No such file or directory: no_such_server. Install it",
+        ),
+        (
+            f"{sys.executable} -c 'raise SystemExit(\"no weights in {{model}}\")'",
+            "ended with 1: no weights in /m (al",
+        ),
+        (f"{sys.executable} -c 'import time; print(1, flush=True); time.sleep(60)'", "start_timeout=2 s: 1 (all of it"),
+    ],
+)
+def test_one_that_does_not_start_says_why(tmp_path, command, said):
+    with pytest.raises(RunError) as error:
+        JudgeServer(command, "/m", 0, f"{tmp_path}/log").start(2)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_it_does_not_outlive_who_started_it(tmp_path):
+    (tmp_path / "server.py").write_text(SERVER)
+    code = (
+        "import os, signal\nfrom verl_omni.rewards.judge import JudgeServer\n"
+        f"judge = JudgeServer('{sys.executable} {tmp_path}/server.py m {{port}} 1', 'm', 0, '{tmp_path}/log')\n"
+        "judge.start(60)\nprint(judge.pid(), flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
+    )
+    pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split()[-1])
+    end = time.monotonic() + 20
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_only_a_judge_without_a_server_of_its_own_is_sent_there():
+    other = {"name": "vlm_judge", "label": "other", "address": "http://a/v1", "model": "b"}
+    choices = read_choices([{"name": "vlm_judge", "template": "qwen_vl"}, {"name": "ocr"}, other])
+    filled = with_judge(choices, "http://here/v1", "/m")
+    assert filled["vlm_judge"].settings == {"address": "http://here/v1", "model": "/m", "template": "qwen_vl"}
+    assert filled["ocr"] == choices["ocr"] and filled["other"] == choices["other"]

@@ -1,0 +1,128 @@
+"""A judge of its own for a run: servers of a vision-language model beside the training."""
+
+import os
+import shlex
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from verl_omni.config.schema import RewardModelConfig
+from verl_omni.rewards.choice import Choice
+from verl_omni.utils.errors import RunError
+
+MOST_RESTARTS = 3  # of a server that dies; then the rewards fail, with the reason that its clients see
+LOG = "reward_model_{number}.log"
+
+
+class JudgeServer:
+    """One server process: started, watched, started again on the same port where it dies, and ended with its run."""
+
+    def __init__(self, command: str, model: str, gpus: int, log: str):
+        self.log, self.stopping, self.restarts = Path(log).expanduser(), False, 0
+        with socket.create_server(("", 0)) as free:
+            port = free.getsockname()[1]
+        self.address = f"http://{ray.util.get_node_ip_address()}:{port}/v1"
+        self.command = [part.format(model=model, port=port, gpus=max(gpus, 1)) for part in shlex.split(command)]
+        self.process: subprocess.Popen | None = None
+
+    def start(self, seconds: float) -> str:
+        """Its address, once it answers; raises with the last lines of its log where it does not."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._launch()
+        end, health = time.monotonic() + seconds, self.address.removesuffix("/v1") + "/health"
+        while not _answers(health):
+            if self.process.poll() is not None:
+                raise RunError(f"{self._named()} ended with {self.process.returncode}: {self._last_words()}")
+            if time.monotonic() > end:
+                self.stop()
+                raise RunError(
+                    f"{self._named()} gave no answer within reward.reward_model.start_timeout={seconds:g} s: "
+                    f"{self._last_words()}"
+                )
+            time.sleep(0.5)
+        threading.Thread(target=self._watch, daemon=True).start()
+        return self.address
+
+    def _launch(self) -> None:
+        try:
+            with self.log.open("a") as log:
+                # Tied to this process: it must not outlive the run.
+                self.process = subprocess.Popen(self.command, stdout=log, stderr=log, preexec_fn=_die_with_parent)
+        except OSError as error:
+            raise RunError(
+                f"{self._named()} cannot be started: {error.strerror}: {self.command[0]}. Install it, or set "
+                "reward.reward_model.command"
+            ) from error
+
+    def _watch(self) -> None:
+        while True:
+            self.process.wait()
+            if self.stopping or self.restarts >= MOST_RESTARTS:
+                return
+            self.restarts += 1
+            print(f"{self._named()} ended with {self.process.returncode} and is started again", flush=True)
+            self._launch()
+
+    def pid(self) -> int:
+        return self.process.pid
+
+    def stop(self) -> None:
+        self.stopping = True
+        self.process.terminate()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+    def _named(self) -> str:
+        return f"the reward model's server ({' '.join(self.command)})"
+
+    def _last_words(self) -> str:
+        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        return f"{lines[-1][:300] if lines else 'it said nothing'} (all of it: {self.log})"
+
+
+def _die_with_parent() -> None:
+    """Linux ends the server with the process that started it, however that ends."""
+    import ctypes
+    import signal
+
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return answer.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def start_judges(config: RewardModelConfig, run_dir: str) -> tuple[list[Any], str]:
+    """(the servers, one on each of `nnodes` with `n_gpus_per_node` devices; their addresses, separated by commas)."""
+    server = ray.remote(JudgeServer).options(num_cpus=0, num_gpus=config.n_gpus_per_node)
+    log = os.path.join(os.path.abspath(os.path.expanduser(run_dir)), LOG)
+    servers = [
+        server.remote(config.command, config.model_path, config.n_gpus_per_node, log.format(number=i))
+        for i in range(max(1, config.nnodes))
+    ]
+    return servers, ",".join(ray.get([s.start.remote(config.start_timeout) for s in servers]))
+
+
+def with_judge(choices: Mapping[str, Choice], address: str, model: str) -> dict[str, Choice]:
+    """Where a `vlm_judge` names no server, it is the run's own."""
+    return {
+        label: replace(choice, settings={"address": address, "model": model, **choice.settings})
+        if choice.name == "vlm_judge" and "address" not in choice.settings
+        else choice
+        for label, choice in choices.items()
+    }
