@@ -8,7 +8,9 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import psutil
 import pytest
+from e2e_runs import Run, metrics, settings
 from PIL import Image
 from reward_servers import free_port, until
 
@@ -106,3 +108,37 @@ def test_forty_images_while_the_server_is_killed(judge, monkeypatch):
             make_scorer("vlm_judge", settings | {"model": "another"})([plain(0)], [""], ["a"], [{}])
     finally:
         server.kill()
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_while_its_judge_is_killed(judge, tmp_path):
+    """The judge is a server that the run itself started. It is killed in the second step, and comes back."""
+    folder, _ = judge
+    serve = f"{sys.executable} -c 'from transformers.cli.transformers import main; main()' serve {{model}}"
+    run = Run(
+        settings(
+            tmp_path / "run",
+            "reward.scorers=[{name: vlm_judge, template: '{prompt}?', parser: number, scale: 1..5, concurrency: 2}]",
+            "reward.reward_model.enable=true",
+            f"reward.reward_model.model_path={folder}",
+            f'reward.reward_model.command="{serve} --host 0.0.0.0 --port {{port}} --device cpu"',
+            "data.val_files=null",
+            "trainer.total_training_steps=4",
+            "trainer.save_freq=0",
+        ),
+        tmp_path,
+        OMP_NUM_THREADS="1",
+    )
+    lines = tmp_path / "run/metrics.jsonl"
+    until(lambda: run.process.poll() is not None or (lines.is_file() and lines.read_text().count("\n") >= 1), GUARD)
+    (server,) = [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])
+                 and "transformers.cli" in " ".join(p.info["cmdline"]) and "main_diffusion" not in
+                 " ".join(p.info["cmdline"])]  # fmt: skip
+    server.kill()
+    run.succeed()
+    steps = metrics(tmp_path / "run")
+    assert sorted(steps) == [1, 2, 3, 4]
+    for step in steps.values():
+        assert step["reward/failed"] == 0 and step["reward/vlm_judge/min"] >= 0 and step["reward/vlm_judge/max"] <= 1
+    log = (tmp_path / "run/reward_model_0.log").read_text()
+    assert log.count("Started server process") == 2, "it was started again"

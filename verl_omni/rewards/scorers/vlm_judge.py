@@ -9,6 +9,7 @@ from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 from verl_omni.config.knob import Range
+from verl_omni.rewards.images import pictures_of
 from verl_omni.rewards.registry import register_reward
 from verl_omni.rewards.serving.client import BadAnswer, Count, HttpClient, Retries, Seconds
 from verl_omni.rewards.serving.contract import png
@@ -123,7 +124,7 @@ class VlmJudge:
         return self.client.ask_all("/chat/completions", bodies, self.read)
 
     def _body(self, image: Any, question: str) -> bytes:
-        pictures = spaced(image, self.frames) if isinstance(image, list) else [image]
+        pictures = pictures_of(image, self.frames)
         content = [{"type": "image_url", "image_url": {"url": data_url(picture)}} for picture in pictures]
         content.append({"type": "text", "text": question})
         return json.dumps(self.body | {"messages": [{"role": "user", "content": content}]}).encode()
@@ -160,15 +161,6 @@ def ends(scale: str) -> tuple[float, float] | None:
     if not (math.isfinite(worst) and math.isfinite(best) and worst != best):
         raise ValueError(f'scale="{scale}": expected the worst and the best, such as "1..5", or raw')
     return worst, best
-
-
-def spaced(frames: list, count: int) -> list:
-    """Evenly spaced from the first to the last; all where there are no more than that."""
-    if len(frames) <= count:
-        return frames
-    if count == 1:
-        return [frames[len(frames) // 2]]
-    return [frames[round(i * (len(frames) - 1) / (count - 1))] for i in range(count)]
 
 
 def data_url(image: Any) -> str:
