@@ -60,7 +60,7 @@ def main() -> None:
     alone, images = seconds_of(options.out, "free", options.steps, 0.0)
     slow, _ = seconds_of(options.out, "slow", options.steps, alone / images)
     print("\n| | s a step | against generation |\n|---|---|---|")
-    for name, seconds in (("generation", alone), ("with the reward, overlapped", slow), ("one after the other", 2 * alone)):
+    for name, seconds in (("generation", alone), ("with the reward, overlapped", slow), ("in turn", 2 * alone)):
         print(f"| {name} | {seconds:.2f} | {seconds / alone:.2f} |")
 
 

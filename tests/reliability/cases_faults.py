@@ -70,7 +70,8 @@ def processes_die() -> list[Fault]:
 
 
 def rewards() -> list[Fault]:
-    theme, limit = "A reward of the user's", ("reward.timeout=10",)
+    stop = ("reward.on_failure=stop",)  # else the image leaves its group, and the run goes on
+    theme, limit = "A reward of the user's", ("reward.timeout=10", *stop)
 
     def bad(name: str, deed: str, *says: str, **more) -> Fault:
         return Fault(theme, name, {"at": "rewards", "after": 1, "do": deed}, says=("compute_score", *says), **more)
@@ -78,8 +79,8 @@ def rewards() -> list[Fault]:
     return [
         bad("hangs (reward.timeout=10)", "hang", "10", arguments=limit, again=limit),
         bad("blocks its whole process (reward.timeout=10)", "block", "blocks", arguments=limit, again=limit),
-        bad("calls sys.exit", "sys.exit", "SystemExit"),
-        bad("raises KeyboardInterrupt", "KeyboardInterrupt", "KeyboardInterrupt"),
+        bad("calls sys.exit", "sys.exit", "SystemExit", arguments=stop, again=stop),
+        bad("raises KeyboardInterrupt", "KeyboardInterrupt", "KeyboardInterrupt", arguments=stop, again=stop),
         Fault(theme, "ends its process (os._exit)", {"at": "rewards", "after": 1, "do": "os._exit"}, says=("reward",)),
         Fault(theme, "crashes (segmentation fault)", {"at": "rewards", "after": 1, "do": "crash"}, says=("reward",)),
     ]  # fmt: skip

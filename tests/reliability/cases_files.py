@@ -109,7 +109,8 @@ def rewards() -> list[BadInput]:
                  files={"r.py": one + "return 1.0\n"}),
     ]  # fmt: skip
     cases += [BadInput(theme, what, (), says, reward=source) for what, source, says in early]
-    cases += [BadInput(theme, what, (), says, reward=source, early=False) for what, source, says in late]
+    stop = ("reward.on_failure=stop",)  # else the image leaves, and several in a row end the run
+    cases += [BadInput(theme, what, stop, says, reward=source, early=False) for what, source, says in late]
     return cases
 
 
