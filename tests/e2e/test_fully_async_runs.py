@@ -4,7 +4,7 @@ import json
 
 import pyarrow.parquet as pq
 import pytest
-from e2e_runs import LEARNING, metrics, prompts, run_here, settings
+from e2e_runs import LEARNING, Run, metrics, prompts, run_here, settings
 
 from verl_omni.data.prompt_dataset import user_text
 from verl_omni.utils.errors import RunError
@@ -68,6 +68,22 @@ def test_without_staleness_every_number_is_that_of_the_synchronous_run(here):
     assert [[(g["group"], g["version"]) for g in step] for step in order(here.folder / "run")] == [
         [(0, 0), (1, 0)], [(2, 1), (3, 1)], [(4, 2), (5, 2)],
     ]  # fmt: skip
+
+
+def test_servers_in_processes_of_their_own_and_their_run_again_in_one(here):
+    """What two servers drew, whenever it came in, one draws again; LoRA, KL, an average, guidance, validation."""
+    learning = [one for one in LEARNING if "killer" not in one]
+    many = (*learning, *ASYNC, "trainer.max_staleness=1", "trainer.save_freq=0")
+    (here.folder / "reward.py").write_text(REWARD)
+    (here.folder / "orders.json").write_text(json.dumps({"slow": {}, "fails": []}))
+    Run(settings("run", *many, "rollout.n_gpus_per_node=2"), here.folder).succeed()
+    took, found = order(here.folder / "run"), metrics(here.folder / "run")
+    assert sorted(g["group"] for step in took for g in step) == list(range(6))
+    assert found[1]["staleness/max"] == 0 and found[2]["staleness/max"] == 1 >= found[3]["staleness/max"]
+    written = [json.loads(line)["data"] for line in (here.folder / "run/metrics.jsonl").read_text().splitlines()]
+    assert all(0 <= line["idle/training"] <= 1 and 0 <= line["idle/rollout"] <= 1 for line in written[1:])
+    again = here("again", *many, "trainer.replay=run")
+    assert without(again, "queue/") == without(found, "queue/")
 
 
 def test_what_is_overtaken_is_dropped_and_drawn_anew_and_all_of_it_can_be_replayed(here):
