@@ -7,6 +7,8 @@ import pytest
 from e2e_runs import LEARNING, Run, metrics, prompts, run_here, settings
 
 from verl_omni.data.prompt_dataset import user_text
+from verl_omni.testing.local_trainer import local_config
+from verl_omni.trainer.checks.preflight import check_start
 from verl_omni.utils.errors import RunError
 
 pytestmark = pytest.mark.timeout(1500)
@@ -116,7 +118,7 @@ def test_a_run_that_died_goes_on_with_the_prompts_that_it_has_not_trained(here):
     assert state["groups"] == {"first": 0, "trained": [1, 2, 3, 4]}
 
     with pytest.raises(ValueError, match="would train them twice: go on with trainer.mode=fully_async"):
-        here("run", *saved, "trainer.mode=separate")
+        check_start(local_config(settings("run", *saved, "trainer.mode=separate")))
     found = here("run", *saved)
     assert list(found) == [1, 2, 3]
     took = order(folder)
@@ -125,7 +127,7 @@ def test_a_run_that_died_goes_on_with_the_prompts_that_it_has_not_trained(here):
     assert "Who did what in the last steps" in page and "rollout 0: drawing" in page and "training: learning" in page
 
     with pytest.raises(ValueError, match="trainer.replay draws with the weights of every step from the first one on"):
-        here("run", *saved, "trainer.replay=run", "trainer.total_training_steps=3")
+        check_start(local_config(settings("run", *saved, "trainer.replay=run")))
 
 
 def test_preferences_are_learned_from_groups_of_several_versions(here):
