@@ -26,7 +26,7 @@ EQUALLY_LONG = [
     "trainer.save_freq=0",
     "trainer.resume_mode=disable",
 ]
-MODES = ("colocated", "separate", "one_step_off")
+MODES = ("colocated", "separate", "one_step_off", "fully_async")
 WARM_UP = 2  # steps that are not counted
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.compare_algorithms import ALGORITHMS, settings
 
-CLOCK = ("timing", "perf/", "idle/")  # what no two runs share
+CLOCK = ("timing", "perf/", "idle/", "queue/")  # what no two runs share
 
 
 def run_all(out: Path, steps: int, quickstart: bool, names: list[str]) -> None:

@@ -4,9 +4,11 @@ import json
 
 import pyarrow.parquet as pq
 import pytest
-from e2e_runs import LEARNING, metrics, prompts, run_here, settings
+from e2e_runs import LEARNING, Run, metrics, prompts, run_here, settings
 
 from verl_omni.data.prompt_dataset import user_text
+from verl_omni.testing.local_trainer import local_config
+from verl_omni.trainer.checks.preflight import check_start
 from verl_omni.utils.errors import RunError
 
 pytestmark = pytest.mark.timeout(1500)
@@ -70,6 +72,22 @@ def test_without_staleness_every_number_is_that_of_the_synchronous_run(here):
     ]  # fmt: skip
 
 
+def test_servers_in_processes_of_their_own_and_their_run_again_in_one(here):
+    """What two servers drew, whenever it came in, one draws again; LoRA, KL, an average, guidance, validation."""
+    learning = [one for one in LEARNING if "killer" not in one]
+    many = (*learning, *ASYNC, "trainer.max_staleness=1", "trainer.save_freq=0")
+    (here.folder / "reward.py").write_text(REWARD)
+    (here.folder / "orders.json").write_text(json.dumps({"slow": {}, "fails": []}))
+    Run(settings("run", *many, "rollout.n_gpus_per_node=2"), here.folder).succeed()
+    took, found = order(here.folder / "run"), metrics(here.folder / "run")
+    assert sorted(g["group"] for step in took for g in step) == list(range(6))
+    assert found[1]["staleness/max"] == 0 and found[2]["staleness/max"] == 1 >= found[3]["staleness/max"]
+    written = [json.loads(line)["data"] for line in (here.folder / "run/metrics.jsonl").read_text().splitlines()]
+    assert all(0 <= line["idle/training"] <= 1 and 0 <= line["idle/rollout"] <= 1 for line in written[1:])
+    again = here("again", *many, "trainer.replay=run")
+    assert without(again, "queue/") == without(found, "queue/")
+
+
 def test_what_is_overtaken_is_dropped_and_drawn_anew_and_all_of_it_can_be_replayed(here):
     """The first group has its score when three steps were taken: it is three steps behind then, and one is allowed."""
     many = (*ASYNC, *PLAIN, "trainer.max_staleness=1", "trainer.total_training_steps=4", "rollout.n_gpus_per_node=2")
@@ -100,7 +118,7 @@ def test_a_run_that_died_goes_on_with_the_prompts_that_it_has_not_trained(here):
     assert state["groups"] == {"first": 0, "trained": [1, 2, 3, 4]}
 
     with pytest.raises(ValueError, match="would train them twice: go on with trainer.mode=fully_async"):
-        here("run", *saved, "trainer.mode=separate")
+        check_start(local_config(settings("run", *saved, "trainer.mode=separate")))
     found = here("run", *saved)
     assert list(found) == [1, 2, 3]
     took = order(folder)
@@ -109,7 +127,7 @@ def test_a_run_that_died_goes_on_with_the_prompts_that_it_has_not_trained(here):
     assert "Who did what in the last steps" in page and "rollout 0: drawing" in page and "training: learning" in page
 
     with pytest.raises(ValueError, match="trainer.replay draws with the weights of every step from the first one on"):
-        here("run", *saved, "trainer.replay=run", "trainer.total_training_steps=3")
+        check_start(local_config(settings("run", *saved, "trainer.replay=run")))
 
 
 def test_preferences_are_learned_from_groups_of_several_versions(here):

@@ -6,16 +6,25 @@ import subprocess
 import sys
 
 import pytest
-from e2e_runs import LEARNING, ROOT, Run, metrics, settings, user_folder, users_environment
+from e2e_runs import LEARNING, ROOT, metrics, run_here, settings, users_environment
 
+# The score of `uninterrupted`, without the rest of its module.
+BRIGHTNESS = """
+def compute_score(image):
+    pixels = image.convert("L").getdata()
+    return sum(pixels) / len(pixels) / 255
+"""
 pytestmark = pytest.mark.timeout(1500)  # whole runs, on a machine that may be busy
 
 
-def test_a_rollout_server_without_staleness_changes_no_number(tmp_path, uninterrupted):
-    folder = user_folder(tmp_path)
+def test_a_rollout_server_without_staleness_changes_no_number(tmp_path, monkeypatch, uninterrupted):
+    """In one process, of a run that had processes of its own."""
+    (tmp_path / "brightness.py").write_text(BRIGHTNESS)
+    learning = [one for one in LEARNING if "killer" not in one]
     ahead = ("trainer.mode=one_step_off", "trainer.max_staleness=0")
-    Run(settings("run", *LEARNING, *ahead), folder).succeed()
-    found = metrics(folder / "run")
+    own = "reward.custom_reward_function.path=brightness.py"
+    run_here(settings("run", *learning, *ahead, own), tmp_path, monkeypatch)
+    found = metrics(tmp_path / "run")
     for step in (1, 2, 3):
         assert [found[step].pop(f"staleness/{name}") for name in ("mean", "max")] == [0, 0]
     assert found == metrics(uninterrupted)

@@ -20,7 +20,7 @@ def write_run(folder, mode="colocated", training=1, rollout=None, drawing=6.0, l
     lines = []
     for step in range(1, steps + 1):
         slow = 50.0 if step <= 2 else 0.0
-        wait = max(0.0, drawing - learning) if mode == "one_step_off" else drawing
+        wait = max(0.0, drawing - learning) if mode in ("one_step_off", "fully_async") else drawing
         data = {"timing_s/step": learning + wait + slow, "timing_s/gen": wait, "timing_s/gen_images": drawing}
         lines.append(json.dumps({"step": step, "data": data}))
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -29,21 +29,33 @@ def write_run(folder, mode="colocated", training=1, rollout=None, drawing=6.0, l
 
 @pytest.mark.parametrize(
     ("mode", "training", "rollout", "drawing", "learning"),
-    [("colocated", 4, None, 3.0, 1.0), ("separate", 2, 3, 4.0, 2.0), ("one_step_off", 1, 4, 3.0, 4.0)],
+    [
+        ("colocated", 4, None, 3.0, 1.0),
+        ("separate", 2, 3, 4.0, 2.0),
+        ("one_step_off", 1, 4, 3.0, 4.0),
+        ("fully_async", 1, 4, 3.0, 4.0),
+    ],
 )
 def test_work_is_seconds_times_devices_in_every_mode(tmp_path, mode, training, rollout, drawing, learning):
-    """The same work, shared out in three ways: 12 device-seconds of drawing and 4 of learning."""
+    """The same work, shared out in four ways: 12 device-seconds of drawing and 4 of learning."""
     work = read_work(write_run(tmp_path / "run", mode, training, rollout, drawing, learning))
     assert (work.drawing, work.learning) == (12, 4)
     assert work.predict("colocated", 8, 0) == 2
     assert work.predict("separate", 2, 6) == 4
     assert work.predict("one_step_off", 2, 6) == 2 and work.predict("one_step_off", 4, 4) == 3
+    assert work.predict("fully_async", 2, 6) == 2 and work.predict("fully_async", 4, 4) == 3
     assert work.predict(mode, training, rollout or 0) == pytest.approx(work.step)
+
+
+def test_rewards_that_training_waits_for_cost_nothing_where_it_does_not_wait():
+    """Of 4 s that a step learns, 1 s is waiting for rewards."""
+    work = Work(drawing=2, learning=8, mode="separate", training=2, rollout=1, step=6, scoring=2)
+    assert [work.predict(mode, 2, 1) for mode in ("separate", "one_step_off", "fully_async")] == [6, 4, 3]
 
 
 def test_the_best_split_is_marked():
     text = table(Work(drawing=12, learning=4, mode="colocated", training=1, rollout=0, step=16), 4)
-    assert text.count("**") == 4  # all four in turn, and one that trains beside three that draw, take equally long
+    assert text.count("**") == 6  # all four in turn, and one that trains beside three that draw, take equally long
     assert "| colocated | 4 | – | **4.00** |" in text and "| one_step_off | 1 | 3 | **4.00** |" in text
     assert "| one_step_off | 3 | 1 | 12.00 |" in text and "| separate | 2 | 2 | 8.00 |" in text
 

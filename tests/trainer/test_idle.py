@@ -1,8 +1,10 @@
 """Which side waits, and how many devices would balance them."""
 
+from unittest import mock
+
 import pytest
 
-from verl_omni.trainer.diffusion.idle import STEPS, Balance, shares
+from verl_omni.trainer.diffusion.idle import STEPS, Balance, BusyTime, shares
 
 
 def timing(drawing: float, learning: float) -> dict[str, float]:
@@ -37,3 +39,20 @@ def test_a_side_that_waits_is_named_once_with_what_would_balance():
 def test_devices_in_that_ratio_take_equally_long():
     """Work is seconds times devices: three times as many draw, in a third of the time."""
     assert said(drawing=3.0 / 3, learning=1.0, training=1, rollout=3) == []
+
+
+def test_seconds_in_which_servers_draw_are_counted_once():
+    """One draws from 1 to 6, the other from 2 to 3; asked at 4 and at 10."""
+    busy, clock = BusyTime(), "verl_omni.trainer.diffusion.idle.perf_counter"
+
+    def at(now: float, what, *server: int):
+        with mock.patch(clock, return_value=now):
+            return what(*server)
+
+    at(1, busy.begin, 0)
+    at(2, busy.begin, 1)
+    at(3, busy.end, 1)
+    assert at(4, busy.take) == 3 + 1
+    at(6, busy.end, 0)
+    assert at(10, busy.take) == 2
+    assert at(11, busy.take) == 0

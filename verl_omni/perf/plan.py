@@ -16,7 +16,10 @@ WARM_UP = 2  # steps that are not like the others
 
 @dataclass(frozen=True)
 class Work:
-    """Of one training step: device-seconds of drawing (until the last image) and of learning (all that is not that)."""
+    """Of one training step: device-seconds of drawing (until the last image) and of learning (all that is not that).
+
+    `scoring` is the part of learning in which the training devices wait for rewards.
+    """
 
     drawing: float
     learning: float
@@ -24,19 +27,22 @@ class Work:
     training: int
     rollout: int
     step: float  # measured seconds
+    scoring: float = 0.0
 
     def predict(self, mode: str, training: int, rollout: int) -> float:
         """Seconds of a step."""
         if mode == "colocated":  # all devices do both, in turn
             return (self.drawing + self.learning) / (training + rollout)
         draw, learn = self.drawing / rollout, self.learning / training
+        if mode == "fully_async":  # rewards come in while other groups are learned from
+            return max(draw, learn - self.scoring / training)
         return max(draw, learn) if mode == "one_step_off" else draw + learn
 
     def splits(self, devices: int) -> Iterator[tuple[str, int, int, float]]:
         """(mode, training devices, rollout devices, seconds) of every way to use so many."""
         yield "colocated", devices, 0, self.predict("colocated", devices, 0)
         for training in range(1, devices):
-            for mode in ("separate", "one_step_off"):
+            for mode in ("separate", "one_step_off", "fully_async"):
                 yield mode, training, devices - training, self.predict(mode, training, devices - training)
 
 
@@ -60,8 +66,9 @@ def read_work(run_dir: str | Path) -> Work:
     servers = 0 if mode == "colocated" else (rollout["n_gpus_per_node"] or 1) * (rollout["nnodes"] or 1)
     learning = statistics.median(row["timing_s/step"] - row["timing_s/gen"] for row in rows)
     drawing = statistics.median(row["timing_s/gen_images"] for row in rows)
+    scoring = statistics.median(row.get("timing_s/reward", 0.0) for row in rows)
     step = statistics.median(row["timing_s/step"] for row in rows)
-    return Work(drawing * (servers or training), learning * training, mode, training, servers, step)
+    return Work(drawing * (servers or training), learning * training, mode, training, servers, step, scoring * training)
 
 
 def table(work: Work, devices: int) -> str:

@@ -247,7 +247,8 @@ class BaseRayDiffusionTrainer(Sampling):
         if not trainer.val_only:
             checkpointing.begin(self.run_dir, start.source)
         self._write_config(start)
-        in_cluster = ray.get_runtime_context().get_actor_id() is not None  # then the command was typed elsewhere
+        # In an actor the command was typed elsewhere. Without a Ray the question itself would start one.
+        in_cluster = ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
         note_start(self.run_dir, self.global_step, None if in_cluster else typed_command())
         tracking = Tracking(
             list(trainer.logger),
