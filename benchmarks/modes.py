@@ -1,10 +1,11 @@
 """Placement side by side: how long a step takes in each `trainer.mode`, with one core for training and one for rollout.
 
-    python -m benchmarks.modes --out outputs/modes [--steps 12]
+    python -m benchmarks.modes --out outputs/modes [--steps 12] [--reward-seconds 4]
 
 The quickstart's model and prompts, with more denoising steps than are trained, so that drawing and learning take about
-equally long; the reward is brightness, which costs nothing. Every process computes with one thread: what a mode gains
-is then gained by doing two things at once, not by using more cores for one. Prints a table in Markdown.
+equally long; the reward is brightness, which costs nothing, but comes late if asked to. Every process computes with one
+thread: what a mode gains is then gained by doing two things at once, not by using more cores for one. Prints a table in
+Markdown.
 """
 
 import argparse
@@ -34,17 +35,21 @@ def stages(run_dir: Path) -> dict[str, float]:
     """Median seconds of the steps after the first ones."""
     rows = [json.loads(line)["data"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "timing_s/step" in row][WARM_UP:]
-    names = ("step", "gen", "gen_images", "update_actor")
+    names = ("step", "gen", "gen_images", "reward", "update_actor")
     return {name: statistics.median(row[f"timing_s/{name}"] for row in rows) for name in names}
 
 
 def table(found: dict[str, dict[str, float]]) -> str:
     """Against `separate`, where the two take turns on the same devices."""
-    lines = ["| mode | s a step | drawing | waiting for it | update | against separate |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| mode | s a step | drawing | waiting for it | for rewards | update | against separate |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for mode, s in found.items():
         ratio = f"{s['step'] / found['separate']['step']:.2f}" if "separate" in found else ""
         lines.append(
-            f"| {mode} | {s['step']:.2f} | {s['gen_images']:.2f} | {s['gen']:.2f} | {s['update_actor']:.2f} | {ratio} |"
+            f"| {mode} | {s['step']:.2f} | {s['gen_images']:.2f} | {s['gen']:.2f} | {s['reward']:.2f} | "
+            f"{s['update_actor']:.2f} | {ratio} |"
         )
     return "\n".join(lines)
 
@@ -54,13 +59,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--steps", type=int, default=12, help="training steps of each (%(default)s)")
     parser.add_argument("--only", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--reward-seconds", type=float, help="how late each reward comes, as from a service elsewhere")
     options = parser.parse_args()
+    late = []
+    if options.reward_seconds:
+        reward = "reward.custom_reward_function"
+        late = [f"{reward}.name=late", f"++{reward}.reward_kwargs.seconds={options.reward_seconds}"]
     from verl_omni.quickstart.__main__ import training_command
 
     found = {}
     for mode in options.only:
         folder = options.out / mode
-        given = [*EQUALLY_LONG, f"trainer.mode={mode}", f"trainer.total_training_steps={options.steps}"]
+        given = [*EQUALLY_LONG, *late, f"trainer.mode={mode}", f"trainer.total_training_steps={options.steps}"]
         command = training_command(options.out, folder, given)
         print(f"{mode} ...", file=sys.stderr, flush=True)
         subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=sys.stderr, check=True)

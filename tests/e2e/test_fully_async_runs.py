@@ -126,8 +126,10 @@ def test_a_run_that_died_goes_on_with_the_prompts_that_it_has_not_trained(here):
     page = (folder / "report.html").read_text()
     assert "Who did what in the last steps" in page and "rollout 0: drawing" in page and "training: learning" in page
 
+    again = here("again", *saved, "trainer.replay=run")  # both of its starts
+    assert without(again, "queue/") == without(found, "queue/")
     with pytest.raises(ValueError, match="trainer.replay draws with the weights of every step from the first one on"):
-        check_start(local_config(settings("run", *saved, "trainer.replay=run")))
+        check_start(local_config(settings("again", *saved, "trainer.replay=run")))
 
 
 def test_preferences_are_learned_from_groups_of_several_versions(here):

@@ -22,15 +22,15 @@ def waiting(queue: GroupQueue) -> list[tuple[int, ...]]:
 class Simulation:
     """Servers and rewards that finish in an order of their own; every group that was under way is looked at."""
 
-    def __init__(self, queue: GroupQueue, steps: int, seed: int, overtaking: bool, version: int = 0):
-        self.queue, self.steps, self.random, self.overtaking = queue, steps, random.Random(seed), overtaking
+    def __init__(self, queue: GroupQueue, seed: int, overtaking: bool, version: int = 0):
+        self.queue, self.random, self.overtaking = queue, random.Random(seed), overtaking
         self.version, self.opened = version, queue.first
         self.drawing: list[Group] = []
         self.trained: list[list[Group]] = []
         self.most = 0
 
     def step(self) -> None:
-        while self.opened <= min(self.queue.horizon(self.version), self.steps - 1):
+        while self.opened <= self.queue.horizon(self.version):
             self.queue.open(self.opened)
             self.opened += 1
         # While the step before was learned from, servers went on; how far, nobody knows.
@@ -70,7 +70,7 @@ class Simulation:
 def test_nothing_is_older_than_allowed_where_nothing_overtakes(max_staleness, at_once):
     """By construction: none is dropped, and no more is under way than (max_staleness + 1) batches."""
     for seed in range(20):
-        done = Simulation(GroupQueue(B, at_once, max_staleness), 12, seed, overtaking=False).run(until=12)
+        done = Simulation(GroupQueue(B, 12, at_once, max_staleness), seed, overtaking=False).run(until=12)
         assert done.behind <= max_staleness and done.queue.dropped == 0
         assert done.most <= (max_staleness + 1) * B
         assert done.numbers == list(range(12 * B))
@@ -80,7 +80,7 @@ def test_nothing_is_older_than_allowed_where_nothing_overtakes(max_staleness, at
 def test_what_overtaking_makes_too_old_is_dropped_and_drawn_anew(max_staleness):
     dropped = 0
     for seed in range(20):
-        done = Simulation(GroupQueue(B, 1, max_staleness), 12, seed, overtaking=True).run(until=12)
+        done = Simulation(GroupQueue(B, 12, 1, max_staleness), seed, overtaking=True).run(until=12)
         assert done.behind <= max_staleness and done.most <= (max_staleness + 1) * B
         assert sorted(done.numbers) == list(range(12 * B))  # every one, none of them twice
         dropped += done.queue.dropped
@@ -88,13 +88,13 @@ def test_what_overtaking_makes_too_old_is_dropped_and_drawn_anew(max_staleness):
 
 
 def test_or_it_is_kept():
-    runs = [Simulation(GroupQueue(B, 1, 1, keep_stale=True), 12, seed, True).run(until=12) for seed in range(20)]
+    runs = [Simulation(GroupQueue(B, 12, 1, 1, keep_stale=True), seed, True).run(until=12) for seed in range(20)]
     assert all(sorted(run.numbers) == list(range(12 * B)) and run.queue.dropped == 0 for run in runs)
     assert max(run.behind for run in runs) > 1
 
 
 def test_groups_are_taken_as_they_come_in_and_handed_over_by_number():
-    queue = GroupQueue(2, at_once=2, max_staleness=1)
+    queue = GroupQueue(2, 9, at_once=2, max_staleness=1)
     queue.open(0)
     queue.open(1)
     assert waiting(queue) == [(0, 1), (2, 3)]
@@ -106,7 +106,7 @@ def test_groups_are_taken_as_they_come_in_and_handed_over_by_number():
 
 
 def test_what_was_dropped_is_drawn_before_what_comes_later():
-    queue = GroupQueue(1, max_staleness=1)
+    queue = GroupQueue(1, 9, max_staleness=1)
     queue.enter(scored(4, 0))
     queue.open(5)
     assert queue.take(2) == [] and queue.dropped == 1
@@ -116,10 +116,10 @@ def test_what_was_dropped_is_drawn_before_what_comes_later():
 @pytest.mark.parametrize("done", range(1, 8))
 def test_a_run_that_goes_on_trains_exactly_what_is_left(done):
     for seed in range(10):
-        before = Simulation(GroupQueue(B, 2, 2), 8, seed, overtaking=True).run(until=done)
+        before = Simulation(GroupQueue(B, 8, 2, 2), seed, overtaking=True).run(until=done)
         state = before.queue.state() or {"first": done}
         assert state["first"] * B + len(state.get("trained", ())) == done * B
-        after = Simulation(GroupQueue(B, 2, 2, **state), 8, seed, overtaking=True, version=done).run(until=8)
+        after = Simulation(GroupQueue(B, 8, 2, 2, **state), seed, overtaking=True, version=done).run(until=8)
         assert sorted(before.numbers + after.numbers) == list(range(8 * B))
         assert min(group.version for groups in after.trained for group in groups) >= done  # all of it drawn anew
 
@@ -132,26 +132,29 @@ def record(folder, trained: list[list[Group]]) -> None:
     lines.finish()
 
 
+@pytest.mark.parametrize("steps", [3, 8])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_recorded_order_is_taken_again(tmp_path, seed):
-    """Whatever comes in when: the same groups, of the same versions, drawn together with the same others."""
-    first = Simulation(GroupQueue(B, 2, 2), 8, seed, overtaking=True).run(until=8)
+def test_a_recorded_order_is_taken_again(tmp_path, seed, steps):
+    """All or the first steps of it, whatever comes in when: the same groups, versions and companions in drawing."""
+    first = Simulation(GroupQueue(B, 8, 2, 2), seed, overtaking=True).run(until=8)
     record(tmp_path, first.trained)
-    again = Simulation(RecordedQueue(B, tmp_path), 8, seed + 100, overtaking=True).run(until=8)
+    again = Simulation(RecordedQueue(B, steps, tmp_path), seed + 100, overtaking=True).run(until=steps)
     told = [[[(g.number, g.version, g.drawn_with) for g in step] for step in run.trained] for run in (first, again)]
-    assert told[0] == told[1]
+    assert told[0][:steps] == told[1]
     assert first.queue.dropped and not again.queue.scored
 
 
 def test_a_folder_that_cannot_be_replayed(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no order.jsonl; give the folder of a fully_async run"):
-        check_replay(str(tmp_path), 3, B)
+        check_replay(str(tmp_path), "own", 3, B)
     record(tmp_path, [[scored(0, 0), scored(1, 0), scored(2, 0)]])
     with pytest.raises(ValueError, match="has 1 steps and this run 3: set trainer.total_training_steps=1 or less"):
-        check_replay(str(tmp_path), 3, B)
+        check_replay(str(tmp_path), "own", 3, B)
     with pytest.raises(ValueError, match="took 3 prompts a step: set data.train_batch_size=3"):
-        check_replay(str(tmp_path), 1, 4)
-    check_replay(str(tmp_path), 1, B)
+        check_replay(str(tmp_path), "own", 1, 4)
+    check_replay(str(tmp_path), "own", 1, B)
+    with pytest.raises(ValueError, match="is the folder of this run itself"):
+        check_replay(str(tmp_path), f"{tmp_path}/x/..", 1, B)
     (tmp_path / ORDER).write_text('{"step": 4, "data": {"groups": []}}\n')
     with pytest.raises(ValueError, match="does not begin at step 1"):
-        check_replay(str(tmp_path), 1, B)
+        check_replay(str(tmp_path), "own", 1, B)

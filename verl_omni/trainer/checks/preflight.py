@@ -86,7 +86,7 @@ def check_step_numbers(config: DictConfig, prompts: int) -> None:
     if trainer.profile_step is not None and trainer.profile_step > steps:
         raise ValueError(f"trainer.profile_step={trainer.profile_step}: the run has {steps} steps; choose one of them")
     if trainer.replay is not None:
-        check_replay(trainer.replay, steps, config.data.train_batch_size)
+        check_replay(trainer.replay, trainer.default_local_dir, steps, config.data.train_batch_size)
 
 
 def check_agent_loops(config: DictConfig) -> None:

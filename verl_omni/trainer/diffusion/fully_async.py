@@ -20,6 +20,7 @@ from verl_omni.trainer.diffusion.group_queue import Group, GroupQueue
 from verl_omni.trainer.diffusion.idle import BusyTime
 from verl_omni.trainer.diffusion.pace import Pace
 from verl_omni.trainer.diffusion.replay import ORDER, RecordedQueue
+from verl_omni.trainer.diffusion.rollouts import Weights
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.background import wait_for
 
@@ -46,27 +47,29 @@ class FullyAsync(Pace):
 
     def _queue(self) -> GroupQueue:
         config, trainer = self.trainer.config, self.trainer.config.trainer
-        batch_size, rollout = config.data.train_batch_size, config.actor_rollout_ref.rollout
+        batch_size, steps = config.data.train_batch_size, self.trainer.total_steps
         if trainer.replay:
-            return RecordedQueue(batch_size, trainer.replay)
+            return RecordedQueue(batch_size, steps, trainer.replay)
+        rollout = config.actor_rollout_ref.rollout
         share = math.ceil(batch_size / len(self.trainer.rollouts.servers))
         # As many as one forward takes; more would only wait longer for new weights. In turn there are none to wait for.
         at_once = min(share, max(1, rollout.max_num_seqs // rollout.n)) if self.overlaps else share
         state = self.trainer.trained_groups or {"first": self.trainer.global_step}
-        return GroupQueue(batch_size, at_once, trainer.max_staleness, trainer.stale_groups == "keep", **state)
+        keep = trainer.stale_groups == "keep"
+        return GroupQueue(batch_size, steps, at_once, trainer.max_staleness, keep, **state)
 
     # ---- the main thread -----------------------------------------------------------------------------
 
     def next(self) -> Experience:
         trainer, step = self.trainer, self.trainer.global_step
-        self.weights = trainer.rollouts.publish(trainer.algorithm.rollout_policy, step)
-        steps = range(self.opened, min(self.queue.horizon(step), trainer.total_steps - 1) + 1)
+        weights = trainer.rollouts.publish(trainer.algorithm.rollout_policy, step)
+        steps = range(self.opened, self.queue.horizon(step) + 1)
         for number in steps:
             self._before[number] = trainer.train_loader.state_dict()
             self._rows[number] = DataProto.from_single_dict(next(self.prompts))
         self.opened += len(steps)
         dropped = self.queue.dropped
-        groups = wait_for(self._take(step, steps))
+        groups, drawing = wait_for(self._take(weights, steps))
         for number in [number for number in self._rows if number < self.queue.first]:
             del self._rows[number], self._before[number]
         now = perf_counter()
@@ -77,7 +80,7 @@ class FullyAsync(Pace):
         }
         self._order.log({"groups": [_line(group) for group in groups]}, step + 1)
         output, scores = join([group.output for group in groups]), join([group.scores for group in groups])
-        output.meta_info["timing"] = {"images": self._busy.take() / len(trainer.rollouts.servers)}
+        output.meta_info["timing"] = {"images": drawing / len(trainer.rollouts.servers)}
         names, version = tuple(group.name for group in groups), min(group.version for group in groups)
         return trainer.experience(names, version, step, output, lambda: scores)
 
@@ -115,19 +118,24 @@ class FullyAsync(Pace):
             self._failure = self._failure or error  # the first one is told
             self._arrived.set()
 
-    async def _take(self, step: int, steps: range) -> list[Group]:
+    async def _take(self, weights: Weights, steps: range) -> tuple[list[Group], float]:
+        """From now on servers draw with these weights, and the groups of these steps too.
+
+        (the next batch, seconds that servers have drawn since the one before).
+        """
+        self.weights = weights
         for number in steps:
             self.queue.open(number)
         if self._settled:
             self._settled = False
             for turn in self._turns:
                 turn.release()
-        while not (groups := self.queue.take(step)):
+        while not (groups := self.queue.take(weights.version)):
             self._arrived.clear()
             if self._failure is not None:
                 raise self._failure
             await self._arrived.wait()
-        return groups
+        return groups, self._busy.take()
 
     async def _hold(self) -> None:
         if self._settled:

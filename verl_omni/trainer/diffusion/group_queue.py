@@ -37,17 +37,19 @@ class GroupQueue:
     def __init__(
         self,
         batch_size: int,
+        steps: int,
         at_once: int = 1,
         max_staleness: int = 0,
         keep_stale: bool = False,
         first: int = 0,
         trained: Iterable[int] = (),
     ):
-        """`at_once` groups are drawn together. Older ones than `max_staleness` are dropped, or else kept.
+        """For a run of so many `steps`; `at_once` groups are drawn together.
 
-        The run goes on at step `first`; `trained` are the groups of that step and later ones which it has trained.
+        What is further behind than `max_staleness` is dropped, unless stale ones are to be kept. The run goes on at
+        step `first`; `trained` are the groups of that step and later ones which it has trained.
         """
-        self.batch_size, self.at_once = batch_size, at_once
+        self.batch_size, self.steps, self.at_once = batch_size, steps, at_once
         self.max_staleness, self.keep_stale = max_staleness, keep_stale
         self.first, self.trained = first, set(trained)
         self.to_draw: asyncio.PriorityQueue[tuple[int, ...]] = asyncio.PriorityQueue()  # the lowest numbers first
@@ -56,7 +58,7 @@ class GroupQueue:
 
     def horizon(self, version: int) -> int:
         """The last step whose groups may be drawn, with weights of this version."""
-        return version + self.max_staleness
+        return min(version + self.max_staleness, self.steps - 1)
 
     def open(self, step: int) -> None:
         """The groups of a step may be drawn from now on, but for those that have been trained."""

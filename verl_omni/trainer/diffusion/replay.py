@@ -20,9 +20,13 @@ def read_order(run_dir: str | Path) -> list[list[dict[str, Any]]]:
     return [entry["data"]["groups"] for entry in entries]
 
 
-def check_replay(run_dir: str, steps: int, batch_size: int) -> None:
-    """A run of so many steps can be the one that is written down there."""
+def check_replay(run_dir: str, own: str, steps: int, batch_size: int) -> None:
+    """A run of so many steps, in a folder of its `own`, can be the one that is written down there."""
     order = read_order(run_dir)
+    if Path(run_dir).expanduser().resolve() == Path(own).expanduser().resolve():
+        raise ValueError(
+            f"trainer.replay={run_dir} is the folder of this run itself: choose another with trainer.experiment_name"
+        )
     if steps > len(order):
         raise ValueError(
             f"trainer.replay={run_dir} has {len(order)} steps and this run {steps}: set trainer.total_training_steps="
@@ -41,9 +45,9 @@ class RecordedQueue(GroupQueue):
     others. It waits for the step that took it.
     """
 
-    def __init__(self, batch_size: int, run_dir: str | Path):
-        super().__init__(batch_size)
-        self.order = read_order(run_dir)
+    def __init__(self, batch_size: int, steps: int, run_dir: str | Path):
+        super().__init__(batch_size, steps)
+        self.order = read_order(run_dir)[:steps]
         self.draws: dict[int, set[tuple[int, ...]]] = {}
         for groups in self.order:
             for group in groups:
