@@ -51,8 +51,9 @@ async def until(event: threading.Event) -> None:
         await asyncio.sleep(0.005)
 
 
-def config(batch_size: int = 4, max_num_seqs: int = 32, on_failure: str = "stop"):
+def config(batch_size: int = 4, max_num_seqs: int = 32, on_failure: str = "stop", n: int = 16):
     tree = OmegaConf.structured(DiffusionTrainerConfig)
+    tree.actor_rollout_ref.rollout.n = n
     tree.actor_rollout_ref.rollout.max_num_seqs = max_num_seqs
     tree.actor_rollout_ref.model.path = str(tiny_checkpoint())
     tree.reward.batch_size, tree.reward.on_failure, tree.reward.retries = batch_size, on_failure, 0
@@ -462,13 +463,13 @@ def test_chunks_whose_rewards_tell_different_things_are_joined():
 def test_the_best_and_the_worst_of_a_group_are_written(tmp_path):
     """Rows 0 to 3 are one group that is kept; a score that is missing is neither; of the others nothing is written."""
     data = batch(["mine"] * 6)
-    data.non_tensor_batch["keep_to"] = object_array([str(tmp_path / "00000")] * 4 + [None] * 2)
+    data.non_tensor_batch["keep_to"] = object_array([str(tmp_path / "00000")] * 4 + [None] + [str(tmp_path / "cut")])
     scores = {"0": 0.5, "1": 0.9, "2": float("nan"), "3": 0.1, "4": 2.0, "5": -2.0}
 
     async def judge(ground_truth):
         return scores[ground_truth]
 
-    output = run(data, judge, on_failure="drop")
+    output = run(data, judge, on_failure="drop", n=4)
     assert list(output.non_tensor_batch["image_file"]) == [None, "00000_best.png", None, "00000_worst.png", None, None]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00000_best.png", "00000_worst.png"]
     assert "returned nan" in output.non_tensor_batch["reward_failure"][2]

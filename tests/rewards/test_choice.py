@@ -14,6 +14,11 @@ def test_a_list_and_a_dict_with_weights_are_the_same():
     assert read_choices(TWO)["ocr"].settings == {"matching": "contains"}
 
 
+def test_a_key_is_the_label_where_an_entry_has_a_name():
+    (choice,) = read_choices({"pick": {"name": "http", "weight": 1}}).values()
+    assert (choice.label, choice.name) == ("pick", "http")
+
+
 def test_a_name_alone_is_a_reward_with_weight_one():
     assert weighted(read_choices(["ocr", "jpeg_compressibility"])) == {"ocr": 1.0, "jpeg_compressibility": 1.0}
 
@@ -84,6 +89,7 @@ BAD = {
     ),
     "gate without weight": ({"a": {"gate": {"by": "b", "at_least": 1}}}, "no effect without reward.scorers.a.weight"),
     "sources without weight": ({"a": {"data_sources": ["x"]}}, "no effect without reward.scorers.a.weight"),
+    "the sum's own name": ([{"name": "ocr", "label": "score"}], 'the label "score" is that of the sum'),
     "processes": ([{"name": "ocr", "processes": -1}], "expected a whole number, 0 or more"),
     "gpus": ([{"name": "ocr", "gpus": 1}], "no effect without reward.scorers.ocr.processes"),
 }  # fmt: skip

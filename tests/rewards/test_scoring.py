@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import threading
 from collections import Counter
 
 import pytest
@@ -69,12 +70,12 @@ def test_what_fails_for_good_has_no_score(shape):
 def test_on_failure_stop():
     answers = scored(Flaky({"prompt 1"}, math.inf).one, on_failure="stop", retries=0)
     assert isinstance(answers[1], RewardError) and "judge is away" in str(answers[1])
-    assert "images in a row" not in str(answers[1])
+    assert "in a row" not in str(answers[1])
 
 
 def test_several_in_a_row_end_the_run_with_the_rewards_own_words():
     bad = {f"prompt {i}" for i in (0, 2, 3, 4)}
-    with pytest.raises(RewardError, match="judge is away.*; 3 images in a row had no score .reward.max_failures=3."):
+    with pytest.raises(RewardError, match="judge is away.*; 3 failures in a row .reward.max_failures=3."):
         scored(Flaky(bad, math.inf).one, count=5, in_turn=True)
 
 
@@ -102,6 +103,28 @@ def test_an_answer_that_hangs_is_not_asked_for_again():
 
     answers = scored(hangs, timeout=0.3)
     assert "gave no answer within 0.3 s" in answers[1]["reward_failure"] and calls.count("prompt 1") == 1
+
+
+def test_a_call_that_fails_counts_once_however_many_images_it_had():
+    answers = scored(lambda images: [1.0] * (len(images) - 1), count=8, in_turn=False, max_failures=3)
+    assert all("returned 3 for 4 images" in a["reward_failure"] for a in answers), "two calls, eight images"
+
+
+def test_calls_that_hang_keep_no_other_from_beginning():
+    """More of them than calls may run at once."""
+    leave = threading.Event()
+
+    def hangs(prompt):
+        if int(prompt.split()[1]) < 40:
+            leave.wait(60)
+        return 1.0
+
+    try:
+        answers = scored(hangs, count=44, timeout=0.5, max_failures=100)
+    finally:
+        leave.set()
+    assert [a["reward_score"] for a in answers[40:]] == [1.0] * 4
+    assert all("gave no answer" in a["reward_failure"] for a in answers[:40])
 
 
 class Loads:

@@ -177,6 +177,14 @@ CASES = {
         ["reward.scorers=[{name: jpeg_compressibility, data_sources: [x]}]"], "no reward for prompts with data_source"
     ),
     "function that is not there": (["reward.scorers=[custom_reward_function]"], "say where it is, reward.custom_rew"),
+    "setting of a function": (
+        ["reward.custom_reward_function.path={data}/nan.py", "reward.scorers=[{name: custom_reward_function, wight: 2}]"],
+        "reward.scorers.custom_reward_function.wight has no effect on a function of your own",
+    ),
+    "gdpo by data source": (
+        ["reward.scorers=[{name: ocr, data_sources: [x]}, ocr_line]", "algorithm.adv_estimator=gdpo"],
+        "compares each reward over all images",
+    ),
     "reward that needs a setting": (["reward.scorers=[{name: http, scorer: x}]"], "needs reward.scorers.http.address"),
     # numbers
     "height": ([f"{A}rollout.pipeline.height=40"], "height=40 is no multiple of 16 (vae_scale_factor * 2): try 32 or"),

@@ -38,9 +38,9 @@ def test_one_reward_has_the_name_of_its_data_source():
     assert (found["reward/ocr/mean"], found["reward/geneval/mean"]) == (2.0, 5.0)
 
 
-def said(**courses) -> list[str]:
+def said(weights=None, **courses) -> list[str]:
     """All that is said of rewards whose means take these courses, step by step: (mean, share of groups alike)."""
-    watch, lines = RewardWatch(), []
+    watch, lines = RewardWatch(weights), []
     for step in range(len(next(iter(courses.values())))):
         metrics = {}
         for name, course in courses.items():
@@ -64,10 +64,16 @@ def test_saturated_is_said_once():
 
 def test_collapsed():
     (line,) = said(ocr=course(0.8, 0.2))
-    assert line.startswith('reward "ocr" has fallen from 0.7')
+    assert line.startswith('reward "ocr" has gone from 0.7') and "which is worse" in line
+    (line,) = said({"size": -1.0}, size=course(0.2, 0.8))
+    assert "which is worse" in line
+
+
+def test_less_of_what_has_a_negative_weight_is_better():
+    assert said({"size": -1.0}, size=course(0.8, 0.2)) == []
 
 
 def test_one_against_the_other():
     lines = said(ocr=course(0.3, 0.9), pick=course(0.9, 0.3))
-    assert any('reward "ocr" rises while "pick" falls' in line for line in lines)
-    assert sum("rises while" in line for line in lines) == 1
+    assert any('reward "ocr" gets better while "pick" gets worse' in line for line in lines)
+    assert sum("gets better while" in line for line in lines) == 1

@@ -22,6 +22,7 @@ import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platf
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.data.open_images import open_images
 from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.rewards.choice import OWN, read_choices, rewards_of
 from verl_omni.rewards.reward_function import RewardError
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.external_lib import import_external_lib
@@ -146,6 +147,8 @@ class DiffusionAgentLoopWorker:
         self.model_config: DiffusionModelConfig = OmegaConf.to_object(config.actor_rollout_ref.model)
         self.tokenizers = DiffusionModelBase.get_class(self.model_config).load_tokenizers(self.model_config)
         self.default_agent = config.actor_rollout_ref.rollout.agent.default_agent_loop
+        scorers = config.reward.scorers
+        self.choices = read_choices(OmegaConf.to_container(scorers, resolve=True) if scorers else None)
         self._batches: dict[str, ScoredBatch] = {}
 
     async def generate_sequences(self, batch: DataProto) -> DataProto:
@@ -181,7 +184,8 @@ class DiffusionAgentLoopWorker:
         scored = self._batches.pop(name)
         outputs = await scored.scores()
         result = collate(outputs, scores_only)
-        files = best_and_worst(outputs, scored.rows) | (images_to or {})
+        whole = self.config.actor_rollout_ref.rollout.n
+        files = best_and_worst(outputs, scored.rows, whole) | (images_to or {})
         names = {row: write_image(outputs[row].response, Path(file)) for row, file in files.items()}
         result.non_tensor_batch["image_file"] = object_array([names.get(row) for row in range(len(outputs))])
         waited = max(o.score_time for o in outputs) - max(o.image_time for o in outputs)
@@ -245,7 +249,9 @@ class DiffusionAgentLoopWorker:
                 await asyncio.wait_for(wrap(worker.is_awake.remote()), limit)
             except asyncio.TimeoutError as error:
                 own = self.config.reward.custom_reward_function
-                named = f"{own.name} ({Path(own.path).name})" if own.path else one.non_tensor_batch["data_source"][0]
+                chosen = rewards_of(one.non_tensor_batch["data_source"][0], self.choices, own.path is not None)
+                names = {OWN: f"{own.name} ({Path(own.path or '').name})"}
+                named = " or ".join(names.get(choice.name, choice.label) for choice in chosen)
                 raise RewardError(
                     f'reward function {named} blocks its whole process for more than {limit:g} s (prompt: "{prompt}"): '
                     "mend it, or raise reward.timeout"
@@ -303,15 +309,20 @@ class ScoredBatch:
             raise
 
 
-def best_and_worst(outputs: list[DiffusionAgentLoopOutput], rows: list[dict[str, Any]]) -> dict[int, str]:
-    """Files for the image of each group that the reward likes best, and least, where a row says where (`keep_to`)."""
+def best_and_worst(outputs: list[DiffusionAgentLoopOutput], rows: list[dict[str, Any]], whole: int) -> dict[int, str]:
+    """Files for the image of each group that the reward likes best, and least, where a row says where (`keep_to`).
+
+    Of a group of which others have a part, so that fewer than `whole` samples are here, nobody knows them.
+    """
     groups: dict[str, list[int]] = {}
     for i, row in enumerate(rows):
-        score = outputs[i].reward_score
-        if row.get("keep_to") is not None and score is not None and not np.isnan(score):
+        if row.get("keep_to") is not None and outputs[i].reward_score is not None:
             groups.setdefault(row["keep_to"], []).append(i)
     files = {}
-    for place, members in groups.items():
+    for place, group in groups.items():
+        members = [i for i in group if not np.isnan(outputs[i].reward_score)] if len(group) == whole else []
+        if not members:
+            continue
         files[max(members, key=lambda i: outputs[i].reward_score)] = f"{place}_best"
         files.setdefault(min(members, key=lambda i: outputs[i].reward_score), f"{place}_worst")
     return files

@@ -98,6 +98,8 @@ def _functions(options: argparse.Namespace) -> dict[str, RewardFunction]:
         entries[label][setting] = yaml.safe_load(value)
     choices = read_choices(entries)
     for label, choice in choices.items():
+        if choice.processes:
+            raise ValueError(f"--set {label}.processes={choice.processes}: this command scores in its own process")
         check_settings(choice.name, choice.settings, label)
         check_package(choice.name)
     functions = as_functions(choices)

@@ -81,7 +81,7 @@ class RewardModelConfig:
     nnodes: int = knob(1, "servers; they share the work", least=1, needs=SERVED)
     model_path: str | None = knob(None, "the model's folder", needs=SERVED)
     command: str = knob(
-        "vllm serve {model} --port {port} --tensor-parallel-size {gpus}",
+        "vllm serve {model} --host {host} --port {port} --tensor-parallel-size {gpus}",
         "starts a server of OpenAI's chat completions with a page /health",
         needs=SERVED,
     )
@@ -100,7 +100,7 @@ class RewardConfig:
         "from; counted in reward/failed) or stop (the run ends)",
         choices=("drop", "stop"),
     )
-    max_failures: int = knob(3, "images in a row without a score end the run, with the reward's own message", least=1)
+    max_failures: int = knob(3, "failures in a row end the run, with the reward's own message", least=1)
     scorers: Any = knob(
         None,
         "the rewards to add up, [{name: ocr, weight: 1}, {name: pickscore, weight: 0.3}], or settings of those that "

@@ -44,7 +44,7 @@ def read_choices(scorers: Any) -> dict[str, Choice]:
     if not scorers:
         return {}
     if isinstance(scorers, Mapping):
-        entries = [({"name": name}, name, entry) for name, entry in scorers.items()]
+        entries = [({"name": name, "label": name}, name, entry) for name, entry in scorers.items()]
     elif isinstance(scorers, Sequence) and not isinstance(scorers, str):
         entries = [({"weight": 1.0}, f"[{i}]", entry) for i, entry in enumerate(scorers)]
     else:
@@ -70,6 +70,8 @@ def _read(entry: dict[str, Any]) -> Choice:
     name = entry.pop("name")
     label = entry.pop("label", name)
     where = f"reward.scorers.{label}"
+    if label == "score":
+        raise ValueError('reward.scorers: the label "score" is that of the sum; choose another')
     weight = entry.pop("weight", None)
     if weight is not None and (not _is_number(weight) or weight == 0):
         raise ValueError(f"{where}.weight={weight!r}: expected a number other than 0 (below 0: the less, the better)")

@@ -45,7 +45,8 @@ class ImageRewardManager(RewardManagerBase):
         scorers = reward.get("scorers")
         self.choices = read_choices(OmegaConf.to_container(scorers, resolve=True) if scorers else None)
         if reward_router_address is not None:
-            self.choices = with_judge(self.choices, reward_router_address, reward.reward_model.model_path)
+            served = reward.get("reward_model", {}).get("model_path")
+            self.choices = with_judge(self.choices, reward_router_address, served)
         self.failures = Failures(reward.get("on_failure", "drop"), int(reward.get("max_failures", 3)))
         self.pools: dict[str, Any] = {}  # label -> a scorer with processes of its own
         self._scorings: dict[str, Scoring] = {}

@@ -30,8 +30,10 @@ class JudgeServer:
         self.log, self.stopping, self.restarts = Path(log).expanduser(), False, 0
         with socket.create_server(("", 0)) as free:
             port = free.getsockname()[1]
-        self.address = f"http://{ray.util.get_node_ip_address()}:{port}/v1"
-        self.command = [part.format(model=model, port=port, gpus=max(gpus, 1)) for part in shlex.split(command)]
+        host = ray.util.get_node_ip_address()
+        self.address = f"http://{host}:{port}/v1"
+        known = {"{model}": model, "{host}": host, "{port}": str(port), "{gpus}": str(max(gpus, 1))}
+        self.command = [_filled(part, known) for part in shlex.split(command)]
         self.process: subprocess.Popen | None = None
 
     def start(self, seconds: float) -> str:
@@ -99,9 +101,16 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
+def _filled(text: str, known: Mapping[str, str]) -> str:
+    """Not `format`: a command may have braces of its own, such as JSON."""
+    for name, value in known.items():
+        text = text.replace(name, value)
+    return text
+
+
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=5) as answer:
             return answer.status == 200
     except (urllib.error.URLError, OSError):
         return False

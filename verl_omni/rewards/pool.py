@@ -2,6 +2,7 @@
 
 import inspect
 import queue
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,16 +35,21 @@ class ScorerPool:
     """Its processes, called like a function: each batch goes to one that is free."""
 
     def __init__(self, processes: list[Any]):
-        self._processes = processes
+        self._processes, self._lock, self._loaded = processes, threading.Lock(), False
         self._free: queue.SimpleQueue = queue.SimpleQueue()
         for process in processes:
             self._free.put(process)
 
     def load(self) -> None:
-        try:
-            ray.get([process.loaded.remote() for process in self._processes])
-        except ray.exceptions.RayActorError as error:
-            raise RuntimeError(_why(error)) from error
+        """Once: later on, a process that scores would keep this waiting. One that dies is no failure to load."""
+        with self._lock:
+            for process in self._processes if not self._loaded else ():
+                try:
+                    ray.get(process.loaded.remote())
+                except ray.exceptions.RayActorError as error:
+                    if error.actor_init_failed:
+                        raise RuntimeError(_why(error)) from error
+            self._loaded = True
 
     def __call__(self, images: list, ground_truths: list, prompts: list, extra_infos: list) -> Scores:
         columns = {"images": images, "ground_truths": ground_truths, "prompts": prompts, "extra_infos": extra_infos}
@@ -58,6 +64,13 @@ class ScorerPool:
 
 def start_pools(choices: Mapping[str, Choice], external_lib: Any) -> dict[str, list[Any]]:
     """Label -> processes of the rewards that want some. One that dies is started again by Ray."""
+    wanted = sum(choice.processes * choice.gpus for choice in choices.values())
+    free = ray.available_resources().get("GPU", 0.0) if wanted else 0.0
+    if wanted > free:
+        raise ValueError(
+            f"reward.scorers asks for {wanted:g} GPUs (processes x gpus), and {free:g} are left beside the training: "
+            "lower trainer.n_gpus_per_node, or serve the reward with `verl-omni serve-reward` and ask it with `http`"
+        )
     process = ray.remote(ScorerProcess)
     return {
         label: [

@@ -1,6 +1,7 @@
 """A user's reward function: found, looked at before anything starts, called, and its answer checked."""
 
 import asyncio
+import concurrent.futures
 import inspect
 import math
 import os
@@ -53,6 +54,7 @@ class RewardFunction:
         self.function, self.name, self.kwargs = function, name, dict(kwargs or {})
         self.timeout = 600.0
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._turns: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         parameters = inspect.signature(function).parameters
         self.accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.wanted = [n for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
@@ -146,17 +148,27 @@ class RewardFunction:
             await loop.run_in_executor(None, self._load)
         if inspect.iscoroutinefunction(self.function):
             return await self._awaited(self.function(**arguments))
-        began = asyncio.Event()
+        answer: concurrent.futures.Future = concurrent.futures.Future()
 
-        def run() -> Any:
-            loop.call_soon_threadsafe(began.set)
-            with _caught():
-                return self.function(**arguments)
+        def run() -> None:
+            try:
+                with _caught():
+                    answer.set_result(self.function(**arguments))
+            except _Raised as raised:
+                answer.set_exception(raised)
 
-        running = loop.run_in_executor(None, run)
-        await began.wait()
-        result = await asyncio.wait_for(running, self.timeout)
+        async with self._places():
+            # A thread for each call: one that hangs for ever must not keep others from beginning.
+            threading.Thread(target=run, daemon=True).start()
+            result = await asyncio.wait_for(asyncio.wrap_future(answer), self.timeout)
         return await self._awaited(result) if inspect.isawaitable(result) else result
+
+    def _places(self) -> asyncio.Semaphore:
+        """So many calls at once; a call that was given up has left its place."""
+        loop = asyncio.get_running_loop()
+        if self._turns is None or self._turns[0] is not loop:
+            self._turns = (loop, asyncio.Semaphore(min(32, (os.cpu_count() or 1) + 4)))
+        return self._turns[1]
 
     def _load(self) -> None:
         try:

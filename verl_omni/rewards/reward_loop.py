@@ -12,11 +12,13 @@ from verl.trainer.ppo.reward import resolve_reward_manager_cls
 import verl_omni.rewards.image_manager  # noqa: F401  (registers "image")
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
 from verl_omni.rewards.choice import read_choices
-from verl_omni.rewards.judge import start_judges
+from verl_omni.rewards.judge import start_judges, with_judge
 from verl_omni.rewards.pool import ScorerPool, start_pools
 from verl_omni.rewards.reward_function import RewardFunction
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.external_lib import import_external_lib
+
+MOST_IMAGES = 100_000  # that wait for their scores at one worker
 
 
 def load_custom_reward_function(reward_config: DictConfig) -> RewardFunction | None:
@@ -68,10 +70,13 @@ class RewardLoopManager(VerlRewardLoopManager):
         return self.reward_loop_workers
 
     def _init_reward_loop_workers(self) -> None:
-        self.reward_loop_workers_class = ray.remote(RewardLoopWorker)
+        # As many as there may be images: a worker that waits for scores must still say that it is awake.
+        self.reward_loop_workers_class = ray.remote(max_concurrency=MOST_IMAGES)(RewardLoopWorker)
         super()._init_reward_loop_workers()
         scorers = self.config.reward.scorers
         choices = read_choices(OmegaConf.to_container(scorers, resolve=True) if scorers else None)
+        if self.reward_router_address is not None:
+            choices = with_judge(choices, self.reward_router_address, self.config.reward.reward_model.model_path)
         self.pools = start_pools(choices, self.config.actor_rollout_ref.model.external_lib)
         if self.pools:
             ray.get([worker.use_pools.remote(self.pools) for worker in self.reward_loop_workers])
@@ -85,6 +90,6 @@ class RewardLoopManager(VerlRewardLoopManager):
         return result
 
     def shutdown(self) -> None:
-        ray.get([judge.stop.remote() for judge in self.judges])
+        # A judge's server ends with the process that started it.
         for process in (*self.reward_loop_workers, *(p for pool in self.pools.values() for p in pool), *self.judges):
             ray.kill(process)

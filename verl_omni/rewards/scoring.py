@@ -73,19 +73,22 @@ class Scoring:
 
 
 class Failures:
-    """Samples without a score: how many in a row, and when that ends the run."""
+    """Samples without a score: how many in a row, and when that ends the run. A call that fails counts once."""
 
     def __init__(self, on_failure: str = "drop", most_in_a_row: int = 3):
         self.on_failure, self.most = on_failure, most_in_a_row
         self._in_a_row: dict[str, int] = {}
+        self._last: dict[str, RewardError] = {}
 
     def scored(self, label: str) -> None:
         self._in_a_row[label] = 0
 
     def failed(self, label: str, error: RewardError) -> None:
         """Raises where the run is to end."""
-        count = self._in_a_row[label] = self._in_a_row.get(label, 0) + 1
+        again = self._last.get(label) is error  # another image of the same call
+        count = self._in_a_row[label] = self._in_a_row.get(label, 0) + (not again)
+        self._last[label] = error
         if self.on_failure == "stop" or error.is_final:
             raise error
         if count >= self.most:
-            raise RewardError(f"{error}; {count} images in a row had no score (reward.max_failures={self.most})")
+            raise RewardError(f"{error}; {count} failures in a row (reward.max_failures={self.most})")

@@ -134,11 +134,11 @@ class HttpClient:
 
     def _choose(self, last: Replica | None) -> Replica:
         """The least loaded that may be asked, rather another than the last."""
-        latest = min(self.replicas, key=Replica.down_for)
-        if latest.down_for() > self.timeout:
-            raise RewardServerError(f"{latest.address} was down for {self.timeout:g} s, the last: {latest.words}")
         ready = [replica for replica in self.replicas if replica.may_be_asked()]
         if not ready:
+            latest = min(self.replicas, key=Replica.down_for)
+            if latest.down_for() > self.timeout:
+                raise RewardServerError(f"{latest.address} was down for {self.timeout:g} s, the last: {latest.words}")
             raise _Down
         return min(ready, key=lambda r: (r is last, r.in_flight))
 

@@ -160,6 +160,12 @@ def check_rewards(config: DictConfig) -> None:
                 "'reward.scorers=[{name: vlm_judge}]'"
             )
     for choice in choices.values():
+        if choice.name == OWN and (choice.settings or choice.processes):
+            given = next(iter(choice.settings), "processes")
+            raise ValueError(
+                f"reward.scorers.{choice.label}.{given} has no effect on a function of your own: its arguments are "
+                f"reward.{OWN}.reward_kwargs, its processes reward.num_workers"
+            )
         if choice.name != OWN:
             check_settings(choice.name, choice.settings, choice.label)
             check_package(choice.name)

@@ -68,7 +68,13 @@ def _fill(settings: DiffusionTrainerConfig) -> DiffusionTrainerConfig:
     }
     settings.algorithm = fill_nulls(settings.algorithm, {**defaults, **chosen}, f'algorithm "{algorithm.name}"')
     if settings.algorithm.adv_estimator == "gdpo" and not settings.algorithm.reward_weights:
-        settings.algorithm.reward_weights = weighted(read_choices(settings.reward.scorers))
+        choices = read_choices(settings.reward.scorers)
+        if limited := next((label for label, choice in choices.items() if choice.data_sources), None):
+            raise ValueError(
+                f"reward.scorers.{limited}.data_sources: algorithm.adv_estimator=gdpo compares each reward over all "
+                "images; give every reward to every row, or leave the estimator out"
+            )
+        settings.algorithm.reward_weights = weighted(choices)
     _fill_placement(settings)
     _fill_old_log_probs(settings)
     return settings

@@ -47,7 +47,6 @@ from verl_omni.trainer.diffusion.rollouts import EmbeddedRollouts, ServerRollout
 from verl_omni.trainer.diffusion.sampling import Sampling
 from verl_omni.trainer.diffusion.saving import Saving, is_due
 from verl_omni.trainer.diffusion.validation import (
-    training_folder,
     validation_metrics,
     write_samples,
     write_training_samples,
@@ -291,8 +290,8 @@ class BaseRayDiffusionTrainer(Sampling):
         return ", ".join(["Done: all of the run is in " + str(self.run_dir), *found])
 
     def _train(self, tracking: Tracking) -> None:
-        zero_gradients, watch = ZeroGradients(), RewardWatch()
         rewards = weighted(read_choices(self.settings.reward.scorers))
+        zero_gradients, watch = ZeroGradients(), RewardWatch(rewards)
         if not self.config.actor_rollout_ref.hybrid_engine:
             self.timeline.write_to(self.run_dir, self.global_step or None)
         balance = Balance(self.actor_wg.world_size, len(self.rollouts.servers) if self.pace.overlaps else 0)
@@ -311,7 +310,7 @@ class BaseRayDiffusionTrainer(Sampling):
                 self.global_step += 1
                 metrics |= compute_data_metrics_diffusion(batch) | reward_metrics(batch, rewards)
                 if self.online:
-                    write_training_samples(batch, training_folder(self.run_dir, self.global_step))
+                    write_training_samples(batch)
                 for line in watch.see(metrics):
                     print(f"step {self.global_step}: {line}", flush=True)
                 if self.pace.overlaps:

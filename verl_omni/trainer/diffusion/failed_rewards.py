@@ -40,7 +40,7 @@ def with_gaps(
 ) -> tuple[DataProto, int]:
     """(all rows in training order, where those that are left out count nothing; mini-batches with anything in them)."""
     rows, share, mini_batches = rows_and_shares(kept, mini_batches, ranks)
-    for name in ("advantages", "returns"):
+    for name in set(part.batch.keys()) - set(whole.batch.keys()):  # advantages, weights, ...
         value = part.batch[name]
         whole.batch[name] = value.new_zeros(len(whole), *value.shape[1:])
         whole.batch[name][kept] = value

@@ -37,17 +37,18 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
                 recomputed = self.actor_wg.compute_log_prob(self._for_training(batch))
             batch.batch["old_log_probs"] = recomputed.batch["old_log_probs"]
             keys = (*keys, "rollout_log_probs")  # to be compared with, still
-            weights, corrected = correction_weights(
-                batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], correction
-            )
-            if is_on(correction):
-                batch.batch["rollout_is_weights"] = weights
         if self.loss_function.needs_reference:
             with timer(timing, "ref"):
                 experience.batch = batch.union(self.actor_wg.compute_ref_log_prob(self._for_training(batch)))
         batch = self._scored(experience, timing)
         whole = batch
         kept, batch = scored_part(whole, self.global_step + 1)
+        if self.settings.actor_rollout_ref.actor.old_log_probs == "recompute":
+            weights, corrected = correction_weights(
+                batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], correction
+            )
+            if is_on(correction):
+                batch.batch["rollout_is_weights"] = weights
         with timer(timing, "adv"):
             algorithm = self.config.algorithm
             batch = compute_advantage(

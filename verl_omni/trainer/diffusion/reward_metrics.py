@@ -55,7 +55,9 @@ def reward_metrics(batch: DataProto, labels: Iterable[str]) -> dict[str, float]:
 class RewardWatch:
     """Says once of each reward that it has saturated or collapsed, and of two that they pull in opposite directions."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        """`weights` of several rewards: of one that is below 0, less is better."""
+        self._weights = dict(weights or {})
         self._first: dict[str, list[float]] = defaultdict(list)
         self._last: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=STEPS))
         self._alike: dict[str, int] = defaultdict(int)
@@ -85,26 +87,27 @@ class RewardWatch:
             if course[name] <= -FAR:
                 lines += self._once(
                     ("collapsed", name),
-                    f'reward "{name}" has fallen from {np.mean(self._first[name]):.3g} to '
-                    f"{np.mean(self._last[name]):.3g}: look at the images, at the learning rate and at use_kl_loss",
+                    f'reward "{name}" has gone from {np.mean(self._first[name]):.3g} to '
+                    f"{np.mean(self._last[name]):.3g}, which is worse: look at the images, at the learning rate and at "
+                    "use_kl_loss",
                 )
         for up in names:
             for down in names:
                 if course[up] >= FAR and course[down] <= -FAR:
                     lines += self._once(
                         ("against", up, down),
-                        f'reward "{up}" rises while "{down}" falls: the model gives one up for the other; look at '
-                        "their weights in reward.scorers",
+                        f'reward "{up}" gets better while "{down}" gets worse: the model gives one up for the other; '
+                        "look at their weights in reward.scorers",
                     )
         return lines
 
     def _course(self, name: str) -> float:
-        """How far the last steps' mean is from the first steps', in standard errors of their difference."""
+        """How much better the last steps' mean is than the first steps', in standard errors of their difference."""
         first, last = self._first[name], list(self._last[name])
         if len(first) < STEPS or first == last:
             return 0.0
         spread = math.sqrt((np.var(first, ddof=1) + np.var(last, ddof=1)) / STEPS)
-        moved = float(np.mean(last) - np.mean(first))
+        moved = float(np.mean(last) - np.mean(first)) * math.copysign(1.0, self._weights.get(name, 1.0))
         return moved / spread if spread > 0 else math.copysign(math.inf, moved) if moved else 0.0
 
     def _once(self, what: tuple[str, ...], line: str) -> Sequence[str]:

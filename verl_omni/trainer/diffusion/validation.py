@@ -27,7 +27,9 @@ def validation_metrics(batch: DataProto, n: int) -> dict[str, float]:
             continue
         values[f"val-core/{source}/reward/mean@{n}"].append(score)
         for key in (key for key in extra if key.split("/")[-1] == "tag"):
-            told = score if key == "tag" else extra[key.removesuffix("/tag")]
+            told = score if key == "tag" else extra.get(key.removesuffix("/tag"))
+            if not isinstance(told, int | float):  # a name of the user's own
+                continue
             tagged[f"val-aux/{source}/{key.removesuffix('tag')}"][str(extra[key])].append(told)
         for key, told in extra.items():
             if isinstance(told, int | float | np.number) and not isinstance(told, bool):
@@ -49,24 +51,22 @@ def training_folder(run_dir: Path, step: int) -> Path:
     return run_dir / "training" / f"step_{step}"
 
 
-def write_training_samples(batch: DataProto, folder: Path) -> None:
-    """Those that were kept of this step: the best and the worst of some prompts."""
-    kept = [
-        i
-        for i, (name, place) in enumerate(
-            zip(batch.non_tensor_batch["image_file"], batch.non_tensor_batch["keep_to"], strict=True)
-        )
-        if name is not None and Path(place).parent == folder
-    ]
-    if kept:
-        write_samples(batch[kept], folder)
+def write_training_samples(batch: DataProto) -> None:
+    """Of the images that were kept: the best and the worst of some prompts, by the step that they were drawn for."""
+    folders: dict[Path, list[int]] = defaultdict(list)
+    columns = batch.non_tensor_batch
+    for row, (name, place) in enumerate(zip(columns["image_file"], columns["keep_to"], strict=True)):
+        if name is not None:
+            folders[Path(place).parent].append(row)
+    for folder, rows in folders.items():
+        write_samples(batch[rows], folder, "a")
 
 
-def write_samples(batch: DataProto, folder: Path) -> None:
+def write_samples(batch: DataProto, folder: Path, mode: str = "w") -> None:
     """samples.jsonl: one line for each image that was written."""
     folder.mkdir(parents=True, exist_ok=True)
     extras = reward_extras(batch)
-    with (folder / "samples.jsonl").open("w") as lines:
+    with (folder / "samples.jsonl").open(mode) as lines:
         for i, name in enumerate(batch.non_tensor_batch["image_file"]):
             if name is None:
                 continue

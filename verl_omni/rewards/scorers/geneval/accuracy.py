@@ -19,7 +19,8 @@ def accuracy(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     right: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         told = row.get("reward_extra_info", row)
-        if "tag" in told and "correct" in told:
+        told = {key.split("/")[-1]: value for key, value in told.items() if key.split("/")[-1] in ("tag", "correct")}
+        if len(told) == 2:
             right[told["tag"]].append(float(told["correct"]))
     if not right:
         raise ValueError("none of the rows was scored by the geneval reward: its rows tell a tag and correct")
