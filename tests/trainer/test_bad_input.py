@@ -178,8 +178,8 @@ CASES = {
     ),
     "function that is not there": (["reward.scorers=[custom_reward_function]"], "say where it is, reward.custom_rew"),
     "setting of a function": (
-        ["reward.custom_reward_function.path={data}/nan.py", "reward.scorers=[{name: custom_reward_function, wight: 2}]"],
-        "reward.scorers.custom_reward_function.wight has no effect on a function of your own",
+        ["reward.custom_reward_function.path={data}/nan.py", "reward.scorers=[{name: custom_reward_function, a: 2}]"],
+        "reward.scorers.custom_reward_function.a has no effect on a function of your own",
     ),
     "gdpo by data source": (
         ["reward.scorers=[{name: ocr, data_sources: [x]}, ocr_line]", "algorithm.adv_estimator=gdpo"],

@@ -291,3 +291,14 @@ def test_groups_drawn_at_once_fill_a_forward(tmp_path, paces):
         trainer = Trainer(tmp_path, max_staleness=1, servers=servers)
         trainer.config.actor_rollout_ref.rollout.max_num_seqs = max_num_seqs
         assert paces(trainer).queue.at_once == at_once
+
+
+def test_a_failure_is_told_though_there_is_enough_to_learn_from(tmp_path, paces):
+    """A dead server, or a reward that ends the run, must not wait for the day when a batch is missing."""
+    trainer = Trainer(tmp_path, max_staleness=2)
+    trainer.fails["score 2-1"] = ValueError("no score 2-1")
+    pace = paces(trainer)
+    learn(pace)
+    until(lambda: len(pace.queue.scored) == 3)  # of steps 1 and 2, all but the one that failed
+    with pytest.raises(ValueError, match="no score 2-1"):
+        learn(pace)

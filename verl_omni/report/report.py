@@ -26,7 +26,7 @@ from verl_omni.report.tracking import read_metrics, readable
 
 WIDE, NARROW = 1000, 480
 SEEDS = ("trainer.seed", "data.seed", "actor_rollout_ref.rollout.seed")
-OUTSIDE_STEP = ("testing", "save_checkpoint")
+OUTSIDE_STEP = ("settle", "testing", "save_checkpoint")
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def check_data(config: DictConfig) -> None:
 def check_step_numbers(config: DictConfig, prompts: int) -> None:
     """The step to profile, and those to replay, are steps of this run."""
     from verl_omni.data.prompt_loader import steps_for_epochs
-    from verl_omni.trainer.diffusion.replay import check_replay
+    from verl_omni.trainer.diffusion.replay import check_replay, check_same_settings
 
     trainer = config.trainer
     steps = trainer.total_training_steps or steps_for_epochs(
@@ -86,6 +86,7 @@ def check_step_numbers(config: DictConfig, prompts: int) -> None:
     if trainer.profile_step is not None and trainer.profile_step > steps:
         raise ValueError(f"trainer.profile_step={trainer.profile_step}: the run has {steps} steps; choose one of them")
     if trainer.replay is not None:
+        check_same_settings(trainer.replay, config)
         check_replay(trainer.replay, trainer.default_local_dir, steps, config.data.train_batch_size)
 
 

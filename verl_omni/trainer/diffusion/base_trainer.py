@@ -324,7 +324,7 @@ class BaseRayDiffusionTrainer(Sampling):
                     and self.online
                     and is_due(self.global_step, self.config.trainer.test_freq, last)
                 ):
-                    with timer(timing, "gen"):
+                    with timer(timing, "settle"):
                         self.pace.settle()
                     with timer(timing, "testing"):
                         metrics |= self.validate()

@@ -123,6 +123,8 @@ class FullyAsync(Pace):
 
         (the next batch, seconds that servers have drawn since the one before).
         """
+        if self._failure is not None:  # said at once, not only where a batch is missing
+            raise self._failure
         self.weights = weights
         for number in steps:
             self.queue.open(number)
@@ -139,6 +141,8 @@ class FullyAsync(Pace):
 
     async def _hold(self) -> None:
         if self._settled:
+            if self._failure is not None:
+                raise self._failure
             return
         for turn in self._turns:
             await turn.acquire()
@@ -171,12 +175,14 @@ class FullyAsync(Pace):
         await trainer.rollouts.ready(server, weights)
         if weights is self.weights and trainer.rollouts.all_hold(weights.policy, weights.version):
             self.weights = weights._replace(stored=None)  # nobody needs them any more: room in Ray's object store
+        version = weights.version
+        del weights
         start = perf_counter()
         self._busy.begin(server)
         groups = trainer.agent_loop_manager.start_groups(batch, n)
         await asyncio.gather(
             *(
-                self._group(number, weights.version, numbers, name, *group)
+                self._group(number, version, numbers, name, *group)
                 for number, name, group in zip(numbers, names, groups, strict=True)
             )
         )

@@ -3,10 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from verl_omni.report.tracking import read_metrics
 from verl_omni.trainer.diffusion.group_queue import Group, GroupQueue
 
 ORDER = "order.jsonl"
+DECIDES = (
+    *("trainer.max_staleness", "trainer.seed", "data.train_files", "data.seed", "data.shuffle"),
+    *("actor_rollout_ref.rollout.n", "actor_rollout_ref.rollout.seed", "actor_rollout_ref.model.path"),
+)
 
 
 def read_order(run_dir: str | Path) -> list[list[dict[str, Any]]]:
@@ -18,6 +24,16 @@ def read_order(run_dir: str | Path) -> list[list[dict[str, Any]]]:
     if [entry["step"] for entry in entries] != list(range(1, len(entries) + 1)) or not entries:
         raise ValueError(f"trainer.replay={run_dir}: {ORDER} does not begin at step 1; the run had another mode then")
     return [entry["data"]["groups"] for entry in entries]
+
+
+def check_same_settings(run_dir: str, config: DictConfig) -> None:
+    """What decides which samples are drawn, and what is kept of them, is as it was then."""
+    path = Path(run_dir).expanduser() / "config.yaml"
+    then = OmegaConf.load(path) if path.is_file() else None
+    for key in DECIDES if then is not None else ():
+        was, now = OmegaConf.select(then, key), OmegaConf.select(config, key)
+        if was != now:
+            raise ValueError(f"trainer.replay={run_dir} had {key}={was}, and this run has {now}: set it as it was")
 
 
 def check_replay(run_dir: str, own: str, steps: int, batch_size: int) -> None:
