@@ -2,9 +2,11 @@
 
 import shutil
 import subprocess
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._inductor.config as inductor
 from diffusers import SD3Transformer2DModel
 from tiny_models import tiny_sd3_transformer
 from torch._dynamo.utils import counters
@@ -34,8 +36,20 @@ def run(module: torch.nn.Module, rows: int) -> None:
         velocity.square().sum().backward()
 
 
+@pytest.fixture
+def quick_compiler(tmp_path, monkeypatch) -> Iterator[None]:
+    """g++ without its optimizations, for this process and those that it starts: it is all the same who is asked."""
+    compiler = tmp_path / "quick-g++"
+    compiler.write_text('#!/bin/sh\nexec g++ "$@" -O0\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")
+    with inductor.patch({"cpp.cxx": (None, str(compiler)), "cpp.vec_isa_ok": False}):
+        yield
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles for a CPU with g++")
-def test_the_update_finds_its_graphs(module, tmp_path, monkeypatch):
+def test_the_update_finds_its_graphs(module, tmp_path, monkeypatch, quick_compiler):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     (kind,) = compile_ahead([module], lambda: 3, None)
     compile_blocks({"transformer": module})
@@ -64,22 +78,31 @@ def test_the_rollout_begins_with_the_half_that_is_trained():
     assert (cond["velocity"][0], uncond["velocity"][0]) == (7, 3)
 
 
-def test_one_process_for_each_kind():
-    module = tiny_sd3_transformer(num_layers=5, dual_attention_layers=(0, 1))
-    kinds = compile_ahead([module], lambda: 3, None)
-    assert len(kinds) == 3
-    for kind in kinds:  # without work they end by themselves
-        kind.process.communicate(b"")
-        assert kind.process.returncode == 0
+def test_without_work_it_ends_by_itself(module):
+    (kind,) = compile_ahead([module], lambda: 3, None)
+    kind.process.communicate(b"")
+    assert kind.process.returncode == 0
 
 
 @pytest.fixture
-def waiting(module, monkeypatch) -> CompileAhead:
-    """One whose process only waits for its work and then fails."""
+def no_compiler(monkeypatch) -> None:
+    """Processes that only wait for their work and then fail."""
     popen = subprocess.Popen
     fails = ["sh", "-c", "cat > /dev/null; echo no compiler >&2; exit 1"]
     monkeypatch.setattr(ahead.subprocess, "Popen", lambda command, **options: popen(fails, **options))
+
+
+@pytest.fixture
+def waiting(module, no_compiler) -> CompileAhead:
     return compile_ahead([module], lambda: 3, None)[0]
+
+
+def test_one_process_for_each_kind(no_compiler):
+    module = tiny_sd3_transformer(num_layers=5, dual_attention_layers=(0, 1))
+    kinds = compile_ahead([module], lambda: 3, None)
+    assert len({kind.process.pid for kind in kinds}) == len(kinds) == 3
+    for kind in kinds:
+        kind.process.communicate(b"")
 
 
 def test_without_a_rollout_nothing_waits(module, waiting):

@@ -1,57 +1,114 @@
-"""What is on by default on a GPU, on every architecture: compiled blocks, compiling ahead, counting FLOPs."""
+"""What null means on a GPU and on a CPU: compiled graphs, compiling ahead, folded LoRA, dtypes, FLOPs."""
 
-import functools
-import io
-import pickle
+import math
+from types import SimpleNamespace
 
 import pytest
-from engine_cases import loss_function, make_engine, model_config, roll_out, update
+import torch
+from e2e_runs import metrics, settings
+from engine_cases import make_engine, model_config
+from peft.tuners.lora import LoraLayer
 from tiny_models import tiny_checkpoint
 
-from verl_omni.perf import flops
-from verl_omni.workers.engine import base
-from verl_omni.workers.engine.compile import compile_ahead
-from verl_omni.workers.engine.compile.blocks import compile_blocks
+from verl_omni.config import FSDPConfig
+from verl_omni.perf.flops import peak_flops
+from verl_omni.testing.local_trainer import local_config, local_trainer
+from verl_omni.workers.engine.compile.blocks import repeated_blocks
+from verl_omni.workers.engine.module import on_gpu, resolve_dtypes
 
-PIPELINES = [
-    "QwenImagePipeline", "StableDiffusion3Pipeline", "FluxPipeline", "Flux2KleinPipeline", "ZImagePipeline",
-    "WanPipeline",
-]  # fmt: skip
-
-
-class Here:
-    """In place of another process: its work is kept, to be done by the test."""
-
-    def __init__(self, *_, **__):
-        self.returncode = 0
-
-    def communicate(self, job: bytes) -> tuple[None, bytes]:
-        self.job = job
-        return None, b""
+SD3 = "StableDiffusion3Pipeline"  # its VAE is one for images
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES)
-def test_every_architecture(pipeline, monkeypatch):
-    monkeypatch.setattr(base, "compile_blocks", functools.partial(compile_blocks, backend="eager"))
-    monkeypatch.setattr(compile_ahead.subprocess, "Popen", Here)
-    monkeypatch.setattr(compile_ahead, "compiled_by_mode", lambda block, backend: block.forward)
-    counted = []
-    # torch's counter hooks into all modules of its process: here it has to wait until nothing else runs
-    monkeypatch.setattr(flops, "count_in_a_process", lambda call: counted.append(pickle.dumps(call)) or 1.0)
-    kinds = []
-    started = compile_ahead.compile_ahead
-    monkeypatch.setattr(base, "compile_ahead", lambda *a: kinds.extend(started(*a)))
+def trainer(folder):
+    """Of the command with a LoRA and nothing said of how it is computed, on what this machine has."""
+    arguments = settings(
+        folder, "actor_rollout_ref.model.lora_rank=4", "trainer.total_training_steps=1", "data.val_files=null",
+        "actor_rollout_ref.rollout.pipeline.guidance_scale=1", model=tiny_checkpoint(SD3),
+    )  # fmt: skip
+    return local_trainer(local_config(arguments))
 
-    config = model_config(tiny_checkpoint(pipeline), lora=True)
-    config.pipeline.num_frames = 1 if pipeline == "WanPipeline" else None
-    engine = make_engine(config, use_torch_compile=True, compile_ahead=True, fused_gelu=True)
-    meter = flops.FlopMeter(engine.parts.values())
-    data = roll_out(engine, per_prompt=3)
-    update(engine, data, loss_function(), steps=1)
-    meter._thread.shutdown(wait=True)
-    assert meter.take() > 0 and counted
-    assert all(flops.count_flops(*pickle.loads(call)) > 0 for call in counted)
-    assert kinds
-    for kind in kinds:
-        kind.sent.join()
-        compile_ahead.run(pickle.load(io.BytesIO(kind.process.job)))
+
+def test_nothing_of_it_on_a_cpu(tmp_path):
+    worker = trainer(tmp_path).actor_wg.worker
+    engine = worker.engine
+    assert engine.device == CPU and engine.dtype == torch.float32
+    assert not engine.compiled and engine.folded_lora is None
+    blocks = [block for part in engine.parts.values() for block in repeated_blocks(part)]
+    assert blocks and not any("forward" in vars(block) for block in blocks), "the forward of their class"
+    assert not worker.rollout.compiled_vae and worker.flop_meter is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU (pytest -m gpu)")
+def test_all_of_it_on_a_gpu(tmp_path, recwarn):
+    run = trainer(tmp_path)
+    worker = run.actor_wg.worker
+    engine = worker.engine
+    assert engine.device.type == "cuda" and engine.dtype == torch.bfloat16
+    assert engine.compiled and engine.folded_lora is not None
+    blocks = [block for part in engine.parts.values() for block in repeated_blocks(part)]
+    assert blocks and all("forward" in vars(block) for block in blocks)
+    assert worker.rollout.compiled_vae and (worker.flop_meter is not None) == (peak_flops() is not None)
+    run.fit()
+    assert math.isfinite(metrics(tmp_path)[1]["actor/grad_norm"])
+    assert not [str(w.message) for w in recwarn if "compiling ahead failed" in str(w.message)]
+
+
+@pytest.mark.parametrize("name", ["use_torch_compile", "compile_ahead", "fused_gelu"])
+def test_null_is_the_devices_choice(name):
+    default = getattr(FSDPConfig(), name)
+    assert default is None and on_gpu(default, GPU) and not on_gpu(default, CPU)
+    for device in (CPU, GPU):
+        assert on_gpu(True, device) and not on_gpu(False, device)
+
+
+def test_dtypes():
+    """Half precision on a GPU; what an optimizer moves is held in float32, what LoRA leaves as it is need not be."""
+    assert resolve_dtypes(FSDPConfig(), CPU, lora=False) == resolve_dtypes(FSDPConfig(), CPU, lora=True)
+    assert resolve_dtypes(FSDPConfig(), CPU, lora=True) == (torch.float32, torch.float32)
+    assert resolve_dtypes(FSDPConfig(), GPU, lora=False) == (torch.bfloat16, torch.float32)
+    assert resolve_dtypes(FSDPConfig(), GPU, lora=True) == (torch.bfloat16, torch.bfloat16)
+    asked = FSDPConfig(dtype="float16", model_dtype="float32")
+    assert resolve_dtypes(asked, GPU, lora=True) == (torch.float16, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_the_peak_is_that_of_the_data_sheet(name, peak, monkeypatch):
+    """Without one there is no perf/mfu, and nothing is counted."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: name)
+    assert peak_flops() == peak
+
+
+def test_lora_is_folded_where_a_quarter_of_the_memory_stays_free(monkeypatch):
+    engine = make_engine(model_config(tiny_checkpoint(SD3), lora=True))
+    (transformer,) = engine.parts.values()
+    weights = sum(p.numel() * p.element_size() for p in transformer.parameters())
+    adapted = [m.base_layer.weight for m in transformer.modules() if isinstance(m, LoraLayer)]
+    copies = sum(w.numel() * w.element_size() for w in adapted)
+    assert 0 < copies < weights
+
+    def folds(memory: float) -> bool:
+        monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=memory))
+        return engine._folds_lora()
+
+    needed = (weights + copies) / 0.75
+    assert not folds(1e12), "not on a CPU"
+    monkeypatch.setattr(engine, "device", GPU)
+    assert folds(needed + 2) and not folds(needed - 2)
+    monkeypatch.setattr(engine.engine_config, "param_offload", True)
+    assert not folds(1e12), "the weights are not to stay on the device"
+    monkeypatch.setattr(engine.engine_config, "param_offload", False)
+    monkeypatch.setattr(engine, "sharded", True)
+    assert not folds(1e12), "a rank has only its share"

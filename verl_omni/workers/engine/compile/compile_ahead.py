@@ -151,13 +151,13 @@ def skeleton(block: torch.nn.Module) -> torch.nn.Module:
     return copy.deepcopy(block, empty | {id(b): b.to("meta") for b in block.buffers()})
 
 
-def run(job: Job) -> None:
+def run(job: Job, backend: str = "inductor") -> None:
     """Forward and backward, once."""
     block = job.block.to_empty(device=job.device).train()
     kwargs = tree_map_only(Input, lambda tensor: tensor.make(job.device), job.kwargs)
     mixed = torch.autocast(job.device.type, job.autocast) if job.autocast else contextlib.nullcontext()
     with mixed:
-        outputs = compiled_by_mode(block, "inductor")(**kwargs)
+        outputs = compiled_by_mode(block, backend)(**kwargs)
     outputs = [o for o in (outputs if isinstance(outputs, tuple) else (outputs,)) if o is not None and o.requires_grad]
     torch.autograd.backward(outputs, [torch.zeros_like(o) for o in outputs])
 
