@@ -255,8 +255,10 @@ def test_before_a_validation_servers_finish_and_begin_nothing(tmp_path, paces):
 def test_a_failure_ends_the_next_step_that_waits_for_it(tmp_path, paces, what):
     trainer = Trainer(tmp_path, max_staleness=1)
     trainer.fails[what] = ValueError(f"no {what}")
+    trainer.gates.close(what)  # not before the first batch is there
     pace = paces(trainer)
     learn(pace)
+    trainer.gates.open(what)
     with pytest.raises(ValueError, match=f"no {what}"):
         learn(pace)
 
@@ -297,8 +299,11 @@ def test_a_failure_is_told_though_there_is_enough_to_learn_from(tmp_path, paces)
     """A dead server, or a reward that ends the run, must not wait for the day when a batch is missing."""
     trainer = Trainer(tmp_path, max_staleness=2)
     trainer.fails["score 2-1"] = ValueError("no score 2-1")
+    trainer.gates.close("score 2-1")
     pace = paces(trainer)
     learn(pace)
-    until(lambda: len(pace.queue.scored) == 3)  # of steps 1 and 2, all but the one that failed
+    until(lambda: len(pace.queue.scored) == 3)  # of steps 1 and 2, all but the one that will fail
+    trainer.gates.open("score 2-1")
+    settled_for_a_while()
     with pytest.raises(ValueError, match="no score 2-1"):
         learn(pace)
