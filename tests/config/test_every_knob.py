@@ -47,6 +47,7 @@ OWNERS = {
     "algorithm": {"algorithm", "forward_process.py:algo", "policy_gradient_trainer.py:config", "advantages.py:config"},
     "reward": {"reward"},
     "reward.custom_reward_function": {"reward_loop.py:custom"},
+    "reward.reward_model": {"reward_model", "runner.py:reward", "judge.py:config"},
     "reward.reward_manager": {"reward.py:reward_manager_cfg"},
     "reward.reward_manager.module": {"reward.py:module_cfg"},
     "algorithm.rollout_correction": {"rollout_correction.py:config"},
@@ -163,7 +164,10 @@ def test_a_knob_is_refused_without_what_it_needs(name):
     assert other in KNOBS
     settings = changed(KNOBS[name])
     section, _, leaf = other.rpartition(".")
-    setattr(value_of(settings, section), leaf, "something else" if wanted else None)
+    if wanted and str(KNOBS[other].default).lower() in wanted.split(" or "):  # else its default is not what is needed
+        setattr(value_of(settings, section), leaf, "something else")
+    elif not wanted:
+        setattr(value_of(settings, section), leaf, None)
     with pytest.raises(ValueError, match=f"{name}=.* has no effect with {other}="):
         check_effect(settings, settings)
     while other:  # what it needs may itself need another

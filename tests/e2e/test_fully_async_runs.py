@@ -15,16 +15,16 @@ pytestmark = pytest.mark.timeout(1500)
 
 # Brightness. A prompt named in `slow` has its score only when so many steps have been taken; one in `fails`, never.
 REWARD = """
-import json, pathlib, time
+import asyncio, json, pathlib
 
 HERE = pathlib.Path(__file__).parent
 
-def compute_score(image, prompt):
+async def compute_score(image, prompt):
     order = json.loads((HERE / "orders.json").read_text())
     taken = HERE / "run/order.jsonl"
     wanted = order["slow"].get(prompt, 0)
     while wanted and (not taken.exists() or taken.read_text().count("\\n") < wanted):
-        time.sleep(0.01)
+        await asyncio.sleep(0.01)
     if prompt in order["fails"]:
         raise ValueError("not this one")
     pixels = list(image.convert("L").getdata())

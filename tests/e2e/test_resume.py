@@ -70,7 +70,7 @@ def test_a_run_leaves_what_the_documentation_promises(uninterrupted):
     names = {path.name for path in uninterrupted.iterdir()}
     assert names == {
         "config.yaml", "metrics.jsonl", "run.log", "validation", "latest_checkpointed_iteration.txt",
-        "global_step_2", "global_step_3", "starts.jsonl", "report.html",
+        "global_step_2", "global_step_3", "starts.jsonl", "report.html", "training",
     }  # fmt: skip
     said = "Done: all of the run is in run, weights in run/global_step_3/export, report in run/report.html"
     assert said in (uninterrupted.parent / "log.txt").read_text().splitlines()

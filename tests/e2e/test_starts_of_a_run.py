@@ -48,9 +48,9 @@ def start(tmp_path, monkeypatch):
     """Types the command: the trainer after its run."""
     module = "verl_omni.trainer.diffusion.base_trainer."
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_actor_id=lambda: None))
-    for name in ("compute_data_metrics_diffusion", "compute_timing_metrics_diffusion", "compute_mfu_metrics"):
+    computed = ("compute_data_metrics_diffusion", "compute_timing_metrics_diffusion", "compute_mfu_metrics")
+    for name in (*computed, "compute_throughput_metrics_diffusion", "reward_metrics", "write_training_samples"):
         monkeypatch.setattr(module + name, lambda *a: {})
-    monkeypatch.setattr(module + "compute_throughput_metrics_diffusion", lambda *a: {})
 
     def typed(*overrides, killed_at=None):
         first = ("data.val_files=null", "trainer.save_freq=1", "trainer.device=cpu", "trainer.logger=[jsonl]")

@@ -236,7 +236,7 @@ def test_what_cannot_be_loaded_gets_one_line(folders, tmp_path):
     assert 'geneval.detector="' in said and 'unknown kind of model "clip": known: grounding-dino, owlv2' in said
     said = refused(**good | {"classifier": str(folders["owl"])})
     assert 'geneval.classifier="' in said and 'unknown kind of model "owlv2": known: clip' in said
-    assert 'reward.scorers.geneval.device="gpu" cannot be used' in refused(**good, device="gpu")
+    assert 'geneval.device=gpu: expected "cuda", "cuda:<number>" or "cpu"' in refused(**good, device="gpu")
 
 
 def test_weights_that_are_not_there_are_not_made_up(folders, tmp_path):

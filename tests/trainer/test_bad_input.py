@@ -77,7 +77,7 @@ def settings(data: Path, *overrides: str) -> list[str]:
         "actor_rollout_ref.rollout.pipeline.width=32",
         "actor_rollout_ref.rollout.pipeline.max_sequence_length=128",
         f"trainer.default_local_dir={data}/fresh",
-        *[override.format(data=data) for override in overrides],
+        *[override.replace("{data}", str(data)) for override in overrides],
     ]
 
 
@@ -165,16 +165,21 @@ CASES = {
     "reward that exits": (["reward.custom_reward_function.path={data}/exits.py"], "cannot be imported: SystemExit: 3"),
     "folder with too long a name": (["trainer.default_local_dir={data}/" + "x" * 300], "File name too long"),
     # what would change nothing
-    "servers that are not there": ([f"{A}rollout.n_gpus_per_node=2"], "hybrid_engine=false) or one_step_off"),
+    "servers that are not there": (
+        [f"{A}rollout.n_gpus_per_node=2"],
+        "one_step_off or fully_async, or leave",
+    ),
     "weights of steps": (["algorithm.rollout_correction.rollout_is=step"], "set actor_rollout_ref.hybrid_engine=false"),
     "rejection": (["algorithm.rollout_correction.rollout_rs=step_k1"], "rollout_rs=step_k1 has no effect with"),
     "judge without a model": (["reward.reward_model.enable=true"], "needs reward.reward_model.model_path=<the judge's"),
     "judge that nobody asks": (
-        ["reward.reward_model.enable=true", "reward.reward_model.model_path=/m"], "starts a judge that nobody asks"
+        ["reward.reward_model.enable=true", "reward.reward_model.model_path=/m"],
+        "starts a judge that nobody asks",
     ),
     "list of rewards": (["reward.scorers=[{name: jpg}]"], 'unknown reward (data_source) "jpg"'),
     "reward for no row": (
-        ["reward.scorers=[{name: jpeg_compressibility, data_sources: [x]}]"], "no reward for prompts with data_source"
+        ["reward.scorers=[{name: jpeg_compressibility, data_sources: [x]}]"],
+        "no reward for prompts with data_source",
     ),
     "function that is not there": (["reward.scorers=[custom_reward_function]"], "say where it is, reward.custom_rew"),
     "setting of a function": (

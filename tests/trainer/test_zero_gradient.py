@@ -7,7 +7,9 @@ import torch
 from verl.protocol import DataProto
 
 from verl_omni.config.schema import DiffusionTrainerConfig
+from verl_omni.report.timeline import Timeline
 from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
+from verl_omni.trainer.diffusion.pace import Pace
 from verl_omni.trainer.diffusion.saving import Saving
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.errors import RunError
@@ -19,7 +21,7 @@ class Loop(BaseRayDiffusionTrainer):
     """The loop of training with steps that are given: (metrics of the update, rewards)."""
 
     def __init__(self, steps: list[tuple[dict[str, float], list[float]]]):
-        self.config = DiffusionTrainerConfig()
+        self.settings = self.config = DiffusionTrainerConfig()
         self.steps, self.global_step, self.total_steps = steps, 0, len(steps)
         self.train_loader, self.val_loader, self.online = range(len(steps)), None, True
         self.saving = Saving(self.config.trainer)
@@ -28,7 +30,9 @@ class Loop(BaseRayDiffusionTrainer):
     def training_step(self, pace, timing):
         metrics, rewards = self.steps[next(pace.prompts)]
         batch = DataProto.from_dict(
-            {"sample_level_rewards": torch.tensor(rewards)}, {"uid": object_array(["a", "a", "b", "b"])}
+            {"sample_level_rewards": torch.tensor(rewards)},
+            {"uid": object_array(["a", "a", "b", "b"]), "data_source": object_array(["x"] * 4)}
+            | {name: object_array([None] * 4) for name in ("image_file", "keep_to")},
         )
         return batch, dict(metrics)
 
@@ -36,6 +40,7 @@ class Loop(BaseRayDiffusionTrainer):
         self.saved.append(self.global_step)
 
     def train(self) -> None:
+        self.pace, self.timeline = Pace(self), Timeline()
         self._train(types.SimpleNamespace(log=lambda metrics, step: self.logged.append(step)))
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ def trainer(seed: int, step: int) -> BaseRayDiffusionTrainer:
     made.settings = made.config = DiffusionTrainerConfig()
     rollout = made.settings.actor_rollout_ref.rollout
     rollout.seed = made.settings.trainer.seed = seed
+    made.run_dir, made.total_steps = Path("run"), 1
     rollout.n, rollout.algo.same_initial_noise = 4, True
     made.settings.actor_rollout_ref.actor.shuffle = True
     made.actor_wg, made.global_step = types.SimpleNamespace(world_size=1), step
