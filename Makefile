@@ -24,7 +24,7 @@ install: $(STAMP) ## Set up .venv only
 quickstart: $(STAMP) ## Train a small text-to-image model to write numbers, and write a report
 	@$(PY) -m verl_omni.quickstart
 
-# Two at a time: most of a whole run's time goes into starting processes. Files in their order, the longest come early.
+# Two at a time: most of a whole run's time goes into starting processes. In the order of tests/conftest.py.
 test: $(STAMP) ## Run the tests
 	@$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 

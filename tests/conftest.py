@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,36 @@ os.environ.update(
     HF_HUB_OFFLINE="1",  # no test may depend on a download
     WANDB_MODE="offline",
 )
+
+
+# With several workers a file goes to one of them, in this order and then by name: whoever gets a long one last would
+# keep the others waiting. The second one does not need the run that the first one makes for all.
+LONGEST = [
+    "e2e/test_resume.py",
+    "e2e/test_failures.py",
+    "e2e/test_two_processes.py",
+    "e2e/test_rollout_servers.py",
+    "workers/test_compile_ahead.py",
+    "documented/test_documented_runs.py",
+    "preference/test_preference_runs.py",
+    "workers/test_compiled_architectures.py",
+    "preference/test_preference_ranks.py",
+    "workers/test_compiled_blocks.py",
+    "trainer/test_refused_settings.py",
+    "benches/test_sweep.py",
+    "e2e/test_every_architecture.py",
+    "workers/test_rank_counts.py",
+    "pipelines/test_two_ranks.py",
+    "e2e/test_interrupts.py",
+]
+
+
+def pytest_collection_modifyitems(items):
+    here = Path(__file__).parent
+    places = {here / name: place for place, name in enumerate(LONGEST)}
+    gone = [str(path) for path in places if not path.is_file()]
+    assert not gone, f"tests/conftest.py names files that are not there: {gone}"
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_configure(config):

@@ -8,18 +8,28 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tiny_models import tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
 COMMAND = ["-m", "verl_omni.trainer.main_diffusion"]
+# The same run in one process: its trainer, worker, agent loop and reward, without Ray.
+ALONE = [
+    "-c",
+    "import sys\nfrom verl_omni.testing.local_trainer import local_config, local_trainer\n"
+    "local_trainer(local_config(sys.argv[1:])).fit()",
+]
 LIMIT = 600  # seconds after which a run hangs
+SCORES_A_STEP, SCORES_OF_VALIDATION = 8, 2  # of `settings`
 
 
-# What a user's own module can do in every process of a run: here, end it at a chosen moment. The file `kill` says when.
+# What a user's own module can do in every process of a run: here, end it at a chosen moment, or hold it at one of its
+# scores until a test has done something. The files `kill` and `hold` say when.
 KILLER = """
-import os, pathlib, signal
+import os, pathlib, signal, time
 
 HERE = pathlib.Path(__file__).parent
 calls = 0
@@ -30,10 +40,18 @@ def kill_if(happens):
         order.unlink(missing_ok=True)
         os.kill(int((HERE / "driver").read_text()), signal.SIGKILL)
 
+def hold():
+    order = HERE / "hold"
+    if order.exists() and calls >= int(order.read_text()):
+        order.rename(HERE / "held")
+        while not (HERE / "go on").exists():
+            time.sleep(0.01)
+
 def compute_score(image, prompt):
     global calls
     calls += 1
     kill_if(lambda moment: moment.startswith("score") and calls >= int(moment.split()[1]))
+    hold()
     pixels = image.convert("L").getdata()
     return sum(pixels) / len(pixels) / 255
 
@@ -140,6 +158,13 @@ class Run:
             os.killpg(self.process.pid, signal.SIGKILL)
             raise AssertionError(f"the run hangs; the end of its output:\n{self.output()[-3000:]}") from None
 
+    def wait_for(self, file: Path) -> None:
+        """Until that file is there."""
+        end = time.monotonic() + LIMIT
+        while not file.exists():
+            assert time.monotonic() < end and self.process.poll() is None, self.output()[-3000:]
+            time.sleep(0.02)
+
     def output(self) -> str:
         return self.log.read_text()
 
@@ -149,13 +174,60 @@ class Run:
         return self.output()
 
 
+def _go_to(folder: Path, monkeypatch) -> None:
+    """As a user does who starts something there. What `KILLER` changes is taken back after the test."""
+    from verl_omni.workers.engine import checkpoint_io
+
+    monkeypatch.setattr(checkpoint_io, "export", checkpoint_io.export)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+
+
 def run_here(arguments: list[str], folder: Path, monkeypatch) -> None:
     """A whole run in this process, started in that folder: where what Ray does is not the point."""
     from verl_omni.testing.local_trainer import local_config, local_trainer
 
-    monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(folder)
+    _go_to(folder, monkeypatch)
     local_trainer(local_config(arguments)).fit()
+
+
+def command_here(arguments: list[str], folder: Path, monkeypatch, capsys) -> tuple[int, str]:
+    """(exit code, output) of the command in this process, started in that folder: for what ends before Ray starts."""
+    from verl_omni.trainer import main_diffusion
+
+    def no_ray(*args, **kwargs):
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr("ray.init", no_ray)
+    monkeypatch.setattr("verl_omni.utils.external_lib.registrations", {})  # of other tests in this process
+    monkeypatch.setattr("sys.argv", ["verl-omni", *arguments])
+    _go_to(folder, monkeypatch)
+    capsys.readouterr()
+    try:
+        main_diffusion.main()
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    said = capsys.readouterr()
+    return code, said.out + said.err
+
+
+def assert_nobody_left(folder: Path) -> None:
+    """Ray and all workers of a run in that folder have ended, or end by themselves."""
+    end = time.monotonic() + LIMIT
+    while time.monotonic() < end:
+        if not any(str(folder) in environment for environment in environments()):
+            return
+        time.sleep(0.2)
+    raise AssertionError("processes of the run are still there")
+
+
+def environments() -> Iterator[str]:
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            yield open(f"/proc/{pid}/environ").read()
+        except OSError:
+            continue
 
 
 def metrics(run_dir: Path) -> dict[int, dict[str, float]]:

@@ -1,13 +1,24 @@
-"""Kill -9 in the middle of a step and of a save, and start again: bit for bit the metrics of an uninterrupted run."""
+"""Stopped by Ctrl-C, killed in a step, killed in a save, and started again: bit for bit an uninterrupted run."""
 
 import json
-import os
 import signal
 import time
 
 import pytest
 import torch
-from e2e_runs import LEARNING, LIMIT, Run, metrics, settings, user_folder
+from e2e_runs import (
+    ALONE,
+    COMMAND,
+    LEARNING,
+    SCORES_A_STEP,
+    SCORES_OF_VALIDATION,
+    Run,
+    assert_nobody_left,
+    command_here,
+    metrics,
+    settings,
+    user_folder,
+)
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -15,55 +26,67 @@ from verl_omni.report.starts import read_starts
 
 pytestmark = pytest.mark.timeout(1500)  # whole runs, on a machine that may be busy
 
-SCORES_A_STEP, SCORES_OF_VALIDATION = 8, 2
+LORA = "export/pytorch_lora_weights.safetensors"
+# Nobody asks for a checkpoint of a step: a signal leaves one, until the run is over.
+SETTINGS = settings("run", *LEARNING, "trainer.save_freq=-1")
 
 
-def killed(folder, moment: str) -> str:
-    """Start (again), and die at that moment."""
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """(folder, exit code, output) of a run that gets a Ctrl-C in the middle of its second step."""
+    folder = user_folder(tmp_path_factory.mktemp("stopped"))
+    # The step's first score waits until the signal is on its way.
+    (folder / "hold").write_text(str(SCORES_OF_VALIDATION + SCORES_A_STEP + 1))
+    run = Run(SETTINGS, folder)
+    run.wait_for(folder / "held")
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    (folder / "go on").touch()
+    code = run.wait()
+    assert_nobody_left(folder)
+    assert list(metrics(folder / "run")) == [0, 1, 2]
+    return folder, code, run.output()
+
+
+def killed(folder, moment: str, program: list[str]) -> str:
+    """Start again, and die at that moment."""
     (folder / "kill").write_text(moment)
-    run = Run(settings("run", *LEARNING), folder)
+    run = Run(SETTINGS, folder, program)
     (folder / "driver").write_text(str(run.process.pid))
     assert run.wait() == -signal.SIGKILL, run.output()[-3000:]
     assert not (folder / "kill").exists()
     assert_nobody_left(folder)
+    assert "Resuming from run/global_step_2: step 2 of 3 is done." in run.output()
     return run.output()
 
 
-def assert_nobody_left(folder) -> None:
-    """Ray and all workers of a killed driver end by themselves."""
-    end = time.monotonic() + LIMIT
-    while time.monotonic() < end:
-        if not any(str(folder) in environment for environment in environments()):
-            return
-        time.sleep(0.2)
-    raise AssertionError("processes of the killed run are still there")
-
-
-def environments():
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            yield open(f"/proc/{pid}/environ").read()
-        except OSError:
-            continue
-
-
 @pytest.fixture(scope="module")
-def interrupted(tmp_path_factory):
-    """Killed in the second step's rewards, then in the second step's save, then left to finish."""
-    folder = user_folder(tmp_path_factory.mktemp("killed"))
-    killed(folder, f"score {SCORES_OF_VALIDATION + SCORES_A_STEP + 3}")
+def interrupted(stopped):
+    """That run, killed in the third step's rewards, then in the third step's save, then left to finish."""
+    folder, *_ = stopped
     run_dir = folder / "run"
-    assert sorted(p.name for p in run_dir.glob("global_step_*")) == ["global_step_1"]
-    assert list(metrics(run_dir)) == [0, 1]
-    output = killed(folder, "save of .writing_global_step_2")
-    assert "Resuming from run/global_step_1: step 1 of 3 is done." in output
-    assert (run_dir / ".writing_global_step_2").is_dir() and not (run_dir / "global_step_2").exists()
-    assert (run_dir / "latest_checkpointed_iteration.txt").read_text() == "1"
+    killed(folder, "score 3", COMMAND)
+    assert sorted(p.name for p in run_dir.glob("global_step_*")) == ["global_step_2"]
+    assert list(metrics(run_dir)) == [0, 1, 2]
+    # What a save leaves on the disk is the same without Ray, and quicker.
+    killed(folder, "save of .writing_global_step_3", ALONE)
+    assert (run_dir / ".writing_global_step_3").is_dir() and not (run_dir / "global_step_3").exists()
+    assert (run_dir / "latest_checkpointed_iteration.txt").read_text() == "2"
     with (run_dir / "metrics.jsonl").open("a") as lines:
         lines.write('{"step": 3, "da')  # a line that was being written
-    output = Run(settings("run", *LEARNING), folder).succeed()
-    assert "Resuming from run/global_step_1" in output and "has ended without a word: taking over" in output
+    output = Run(SETTINGS, folder).succeed()
+    assert "Resuming from run/global_step_2" in output and "has ended without a word: taking over" in output
     return run_dir
+
+
+def test_a_signal_lets_the_step_be_finished_and_saved(stopped):
+    _, code, output = stopped
+    assert code == 130 and "Traceback" not in output
+    last = "stopped after step 2 of 3; the same command goes on from run/global_step_2; details in run/run.log"
+    first, *rest = [line for line in output.splitlines() if "stop" in line]
+    # In a file it stands behind the progress bar, which a terminal would have cleared.
+    assert first.endswith("stopping: this step will be finished and saved (once more to stop at once)")
+    assert rest == [last]
 
 
 def test_a_run_leaves_what_the_documentation_promises(uninterrupted):
@@ -87,7 +110,7 @@ def test_a_run_leaves_what_the_documentation_promises(uninterrupted):
         assert image.size == (32, 32)
         pixels = list(image.convert("L").getdata())
         assert sum(pixels) / len(pixels) / 255 == pytest.approx(row["score"], abs=1e-6)
-    lora = load_file(uninterrupted / "global_step_3/export/pytorch_lora_weights.safetensors")
+    lora = load_file(uninterrupted / "global_step_3" / LORA)
     assert all(torch.isfinite(w).all() for w in lora.values()) and any(w.abs().max() > 0 for w in lora.values())
 
     found = metrics(uninterrupted)
@@ -108,22 +131,21 @@ def test_the_remaining_metrics_are_equal_bit_for_bit(uninterrupted, interrupted)
 
 
 def test_the_weights_and_images_are_equal_bit_for_bit(uninterrupted, interrupted):
-    name = "global_step_3/export/pytorch_lora_weights.safetensors"
-    one, other = load_file(uninterrupted / name), load_file(interrupted / name)
+    one, other = (load_file(run_dir / "global_step_3" / LORA) for run_dir in (uninterrupted, interrupted))
     assert one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
     for path in (uninterrupted / "validation").rglob("*.png"):
         twin = interrupted / path.relative_to(uninterrupted)
         assert path.read_bytes() == twin.read_bytes()
 
 
-def test_a_finished_run_is_said_to_be_finished_and_stays_as_it_is(interrupted):
+def test_a_finished_run_is_said_to_be_finished_and_stays_as_it_is(interrupted, monkeypatch, capsys):
     before = {path: path.stat().st_mtime_ns for path in interrupted.rglob("*")}
-    output = Run(settings("run", *LEARNING), interrupted.parent).succeed()
-    assert "The run in run is finished: all 3 steps are done" in output
+    code, output = command_here(SETTINGS, interrupted.parent, monkeypatch, capsys)
+    assert code == 0 and "The run in run is finished: all 3 steps are done" in output
     assert {path: path.stat().st_mtime_ns for path in interrupted.rglob("*")} == before
 
 
 def test_nothing_of_the_broken_saves_is_left(interrupted):
     names = sorted(p.name for p in interrupted.iterdir() if "global_step" in p.name)
-    assert names == ["global_step_2", "global_step_3"]
+    assert names == ["global_step_3"], "nobody had asked for that of step 2"
     assert (interrupted / "latest_checkpointed_iteration.txt").read_text() == "3"

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from e2e_runs import Run, metrics, prompts, run_here, settings
+from e2e_runs import Run, command_here, metrics, prompts, run_here, settings
 from PIL import Image
 from safetensors.torch import load_file
 from test_offline_pairs import write_jsonl
@@ -148,7 +148,7 @@ def test_offline_dpo_overfits_one_prompts_pairs_without_a_rollout_engine(tmp_pat
     assert not any(name.startswith("critic/rewards") for name in found[1])
 
 
-def test_prompts_in_place_of_a_cache_are_named(tmp_path):
+def test_prompts_in_place_of_a_cache_are_named(tmp_path, monkeypatch, capsys):
     arguments = settings(
         tmp_path / "run",
         "actor_rollout_ref.model.algorithm=dpo",
@@ -156,8 +156,8 @@ def test_prompts_in_place_of_a_cache_are_named(tmp_path):
         "data.val_files=null",
         f"data.train_files={prompts() / 'train.parquet'}",
     )
-    run = Run(arguments, tmp_path)
-    assert run.wait() != 0
-    assert run.output().strip().splitlines()[-1].startswith("error: data.train_files=")
-    assert "prepare_offline_dpo" in run.output() and "Traceback" not in run.output()
+    code, output = command_here(arguments, tmp_path, monkeypatch, capsys)
+    assert code != 0
+    assert output.strip().splitlines()[-1].startswith("error: data.train_files=")
+    assert "prepare_offline_dpo" in output and "Traceback" not in output
     assert not (tmp_path / "run").exists()
