@@ -4,7 +4,6 @@ import asyncio
 import functools
 from typing import Any
 
-import ray
 import torch
 from omegaconf import DictConfig, OmegaConf
 
@@ -19,7 +18,7 @@ from verl_omni.workers.engine.module import autocast, build_module, on_gpu, quie
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
 from verl_omni.workers.rollout.trajectories import ship
-from verl_omni.workers.rollout.weights import from_buckets
+from verl_omni.workers.rollout.weights import StoredWeights, from_buckets
 
 
 class DiffusersServer:
@@ -82,7 +81,7 @@ class DiffusersServer:
     async def withdraw(self, position: tuple) -> None:
         self.engine.batcher.withdraw(position)
 
-    async def update_weights(self, stored: list[ray.ObjectRef], version: int) -> None:
+    async def update_weights(self, stored: StoredWeights, version: int) -> None:
         """Buckets of weights in Ray's object store. Requests that run finish on the old ones and say so."""
         await asyncio.to_thread(self.engine.update_weights, from_buckets(stored), version)
 
