@@ -28,6 +28,9 @@ class BatchedRollout(RolloutEngine):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Take all of these weights, or raise: half of an update is no policy. Nothing is drawn meanwhile."""
 
+    def begin(self) -> None:
+        """Before a rollout."""
+
     async def generate(
         self,
         prompt_ids: list[int],
