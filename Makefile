@@ -10,7 +10,7 @@ VLLM_STAMP := $(VLLM)/.installed
 SUPPORTED = @$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v < (3, 13) else "Python 3.10, 3.11 or 3.12 is needed and $(PYTHON) is %d.%d: type make PYTHON=python3.11" % v)'
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test vllm-omni lint bench clean
+.PHONY: help install quickstart test vllm-omni test-vllm-omni lint bench clean
 
 help: ## Show what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,7 +41,7 @@ $(VLLM_STAMP): pyproject.toml constraints.txt requirements-vllm-omni.txt
 		--no-build-isolation --no-binary vllm vllm==0.26.0 vllm-omni==0.26.0 cache-dit==1.3.0 xgrammar==0.2.8
 	@touch $@
 
-vllm-omni: $(VLLM_STAMP) ## Set up .venv-vllm, with vllm-omni on the CPU
+vllm-omni: $(VLLM_STAMP) ## Set up .venv-vllm, where actor_rollout_ref.rollout.name=vllm_omni works on a CPU
 
 quickstart: $(STAMP) ## Train a small text-to-image model to write numbers, and write a report
 	@$(PY) -m verl_omni.quickstart
@@ -49,6 +49,9 @@ quickstart: $(STAMP) ## Train a small text-to-image model to write numbers, and 
 # Two at a time: most of a whole run's time goes into starting processes. Files in their order, the longest come early.
 test: $(STAMP) ## Run the tests
 	@$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+
+test-vllm-omni: $(VLLM_STAMP) ## Run the tests of the rollout engine on vLLM-Omni
+	@$(VLLM)/bin/python -m pytest -q tests/vllm_omni
 
 lint: $(STAMP) ## Check the style, and that imports go down only
 	@$(PY) -m ruff check .
