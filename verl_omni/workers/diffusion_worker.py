@@ -260,8 +260,9 @@ class DiffusionWorker(Worker):
         """What this update compares with, said once and whenever it changes; None for a loss that has no use for it."""
         if "log_probs" not in self.loss_function.loss_fn.required_model_output_keys:
             return None
-        setting = self.actor_config.old_log_probs
-        chosen = choose_old_log_probs(setting, self.engine.rounds_like_rollout, same_weights=not stale)
+        setting, same_software = self.actor_config.old_log_probs, self.rollout_config.name == "diffusers"
+        same_arithmetic = self.engine.rounds_like_rollout and same_software
+        chosen = choose_old_log_probs(setting, same_arithmetic, same_weights=not stale)
         if chosen != self.old_log_probs and dist.get_rank() == 0:
             print(f"Old log-probabilities: {chosen.source} ({chosen.why}).", file=sys.stderr, flush=True)  # to run.log
         self.old_log_probs = chosen

@@ -6,7 +6,7 @@ import ray
 from omegaconf import DictConfig
 
 from verl_omni.trainer.resources import busy_at_once, worker_environment
-from verl_omni.workers.rollout.diffusers_server import DiffusersServer
+from verl_omni.workers.rollout import server_class
 
 
 class EmbeddedRollouts:
@@ -45,7 +45,7 @@ class ServerRollouts:
         if device == "cuda":
             check_devices(actor_wg.world_size, per_node * nodes, int(ray.cluster_resources().get("GPU", 0)))
         threads = worker_environment(device, busy_at_once(config, per_node))
-        server = ray.remote(DiffusersServer).options(
+        server = ray.remote(server_class(rollout.name)).options(
             num_cpus=1, num_gpus=1 if device == "cuda" else 0, runtime_env={"env_vars": threads}
         )
         self.servers = [server.remote(config) for _ in range(per_node * nodes)]
