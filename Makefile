@@ -3,15 +3,20 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.installed
+
+# The versions of Python that verl runs on.
+SUPPORTED = @$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v < (3, 13) else "Python 3.10, 3.11 or 3.12 is needed and $(PYTHON) is %d.%d: type make PYTHON=python3.11" % v)'
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint bench clean
+.PHONY: help install quickstart test vllm-omni test-vllm-omni lint bench clean
 
 help: ## Show what there is
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v < (3, 13) else "Python 3.10, 3.11 or 3.12 is needed and $(PYTHON) is %d.%d: type make PYTHON=python3.11" % v)'
+	$(SUPPORTED)
 	@echo "Installing into $(VENV) (torch, Ray, verl, diffusers: two minutes or more the first time) ..."
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@$(PY) -m pip install --quiet --upgrade pip
@@ -21,12 +26,32 @@ $(STAMP): pyproject.toml constraints.txt
 
 install: $(STAMP) ## Set up .venv only
 
+# vllm is built without kernels, which takes half a minute and no compiler. An egg-info of an earlier version would hide
+# our plug-ins from it.
+$(VLLM_STAMP): pyproject.toml constraints.txt requirements-vllm-omni.txt
+	$(SUPPORTED)
+	@echo "Installing into $(VLLM) (the same, with vllm and vllm-omni 0.26.0 on the CPU: four minutes or more) ..."
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@rm -rf verl_omni.egg-info
+	@$(VLLM)/bin/python -m pip install --quiet --upgrade pip
+	@$(VLLM)/bin/python -m pip install --quiet torch==2.13.0
+	@PYTHONWARNINGS=ignore $(VLLM)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' \
+		--requirement requirements-vllm-omni.txt
+	@VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.26.0 $(VLLM)/bin/python -m pip install --quiet --no-deps \
+		--no-build-isolation --no-binary vllm vllm==0.26.0 vllm-omni==0.26.0 cache-dit==1.3.0 xgrammar==0.2.8
+	@touch $@
+
+vllm-omni: $(VLLM_STAMP) ## Set up .venv-vllm, where actor_rollout_ref.rollout.name=vllm_omni works on a CPU
+
 quickstart: $(STAMP) ## Train a small text-to-image model to write numbers, and write a report
 	@$(PY) -m verl_omni.quickstart
 
 # Two at a time: most of a whole run's time goes into starting processes. In the order of tests/conftest.py.
 test: $(STAMP) ## Run the tests
 	@$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+
+test-vllm-omni: $(VLLM_STAMP) ## Run the tests of the rollout engine on vLLM-Omni
+	@$(VLLM)/bin/python -m pytest -q tests/vllm_omni
 
 lint: $(STAMP) ## Check the style, and that imports go down only
 	@$(PY) -m ruff check .
@@ -37,4 +62,4 @@ bench: $(STAMP) ## Measure speed at a small size
 
 clean: ## Remove what tools and runs leave behind, except .venv and outputs/
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+	find . \( -path ./$(VENV) -o -path ./$(VLLM) \) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf

@@ -25,10 +25,11 @@ from verl_omni.config import (
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.utils import pipeline_class
 from verl_omni.pipelines.vision_processor import image_text_processor
+from verl_omni.utils.padding import pad_and_cat
 from verl_omni.workers.engine import checkpoint_io
 from verl_omni.workers.engine.fsdp.diffusers_impl import PPODiffusersFSDPEngine
 from verl_omni.workers.engine.policies import local
-from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout, pad_and_cat
+from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
 
 STEPS = 4
 SIZES = [(32, 48), (64, 32)]

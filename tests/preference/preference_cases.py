@@ -16,10 +16,12 @@ from verl_omni.config import (
     FSDPConfig,
     OptimizerConfig,
 )
+from verl_omni.pipelines.drawing import Request
 from verl_omni.trainer.diffusion.ordering import deal_units
+from verl_omni.utils.padding import pad_and_cat
 from verl_omni.workers.engine.fsdp.diffusers_impl import PreferenceDiffusersFSDPEngine
 from verl_omni.workers.losses import LossFunction, build_loss_function
-from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout, _Request, pad_and_cat
+from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
 
 SIZE, STEPS, LEVELS, SEQUENCE = 32, 4, 3, 64
 PROMPTS = ["a cat", 'a sign that reads "407" on a wall of old bricks', "two dogs"]
@@ -94,7 +96,7 @@ def samples(engine: PreferenceDiffusersFSDPEngine) -> dict[str, torch.Tensor]:
     rollout = DiffusersRollout(DiffusionRolloutConfig(), config, engine.module, torch.device("cpu"), torch.float32)
     tokenizers = rollout.adapter.load_tokenizers(config)
     requests = [
-        _Request(rollout.adapter.tokenize(tokenizers, text, SEQUENCE), None, None, {"seed": i, "keep_trajectory": True})
+        Request(rollout.adapter.tokenize(tokenizers, text, SEQUENCE), None, None, {"seed": i, "keep_trajectory": True})
         for i, text in enumerate(text for text in PROMPTS for _ in range(2))
     ]
     with engine.eval_mode():

@@ -15,9 +15,11 @@ from verl_omni.config import (
     FSDPConfig,
     OptimizerConfig,
 )
+from verl_omni.pipelines.drawing import Request
+from verl_omni.utils.padding import pad_and_cat
 from verl_omni.workers.engine.fsdp.diffusers_impl import PPODiffusersFSDPEngine
 from verl_omni.workers.losses import LossFunction, build_loss_function
-from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout, _Request, pad_and_cat
+from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
 
 STEPS, SIZE, NOISE = 4, 32, 0.7
 PROMPTS = ["a cat", 'a sign that reads "407", on a wall of old red bricks in the evening light']
@@ -93,11 +95,11 @@ def make_rollout(engine: PPODiffusersFSDPEngine, **settings: Any) -> DiffusersRo
     return DiffusersRollout(config, engine.model_config, engine.module, torch.device("cpu"), torch.float32)
 
 
-def requests(rollout: DiffusersRollout, prompts: list[str], first_seed: int = 0, **params: Any) -> list[_Request]:
+def requests(rollout: DiffusersRollout, prompts: list[str], first_seed: int = 0, **params: Any) -> list[Request]:
     tokenizers = rollout.adapter.load_tokenizers(rollout.model_config)
     negative = rollout.adapter.tokenize(tokenizers, NEGATIVE, SEQUENCE)
     return [
-        _Request(
+        Request(
             rollout.adapter.tokenize(tokenizers, text, SEQUENCE), negative, None, {"seed": first_seed + i} | params
         )
         for i, text in enumerate(prompts)

@@ -18,8 +18,9 @@ from verl_omni.config import (
     DiffusionRolloutAlgoConfig,
     DiffusionRolloutConfig,
 )
+from verl_omni.pipelines.drawing import equal_parts
 from verl_omni.pipelines.qwen_image import QwenImage
-from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout, equal_parts
+from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
 
 STEPS = 4
 PROMPTS = ["a cat", 'a sign that reads "407", on a wall of old red bricks in the evening light', "two cups by the sea"]

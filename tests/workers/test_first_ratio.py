@@ -21,7 +21,7 @@ from tiny_models import tiny_checkpoint
 from verl.protocol import DataProto
 
 from verl_omni.algorithms.registry import Algorithm, register_algorithm
-from verl_omni.config import DiffusionActorConfig, DiffusionLossConfig
+from verl_omni.config import DiffusionActorConfig, DiffusionLossConfig, DiffusionRolloutConfig
 from verl_omni.pipelines.qwen_image import QwenImage
 from verl_omni.utils.errors import RunError
 from verl_omni.workers.diffusion_worker import DiffusionWorker
@@ -77,6 +77,7 @@ def worker_of(engine, **actor) -> Worker:
     worker = object.__new__(Worker)
     worker.actor_config = DiffusionActorConfig(diffusion_loss=DiffusionLossConfig("flow_grpo"), **actor)
     worker.engine, worker.model_config = engine, engine.model_config
+    worker.rollout_config = DiffusionRolloutConfig()
     worker.loss_function = build_loss_function(worker.actor_config)
     worker.trajectories, worker.rollout, worker.anchors = TrajectoryStore(), None, {}
     worker.flop_meter, worker.flops, worker._settled, worker.old_log_probs = None, {}, True, None
@@ -167,3 +168,11 @@ def test_a_loss_with_a_ratio_of_its_own_is_checked_too():
         check_first_ratio({"ratio_max_dev": 2e-3}, 1e-3, other_kernels=True)
     with pytest.raises(RunError, match="off by inf"):
         check_first_ratio({"ratio_max_dev": math.inf}, 1e-3, other_kernels=False)
+
+
+def test_log_probs_of_other_software_are_not_those_of_the_policy():
+    worker = worker_of(make_engine(model_config(tiny_checkpoint())))
+    assert worker._choose_old_log_probs(stale=False).source == "rollout"
+    worker.rollout_config = DiffusionRolloutConfig(name="vllm_omni")
+    assert worker._choose_old_log_probs(stale=False).source == "train"
+    assert worker._choose_old_log_probs(stale=True).source == "recompute"

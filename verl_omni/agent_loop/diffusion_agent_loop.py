@@ -26,9 +26,10 @@ from verl_omni.rewards.choice import OWN, read_choices, rewards_of
 from verl_omni.rewards.reward_function import RewardError
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.external_lib import import_external_lib
+from verl_omni.utils.padding import pad_and_cat
 from verl_omni.utils.pictures import write_image
 from verl_omni.utils.registry import Registry
-from verl_omni.workers.rollout.base import RolloutOutput, pad_and_cat
+from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.trajectories import COLUMN
 
 AGENT_LOOPS: Registry[type["DiffusionAgentLoopBase"]] = Registry("agent loop")

@@ -95,7 +95,9 @@ class AgentConfig:
 @dataclass
 class DiffusionRolloutConfig:
     name: str = knob(
-        "diffusers", "rollout engine: diffusers (embedded, on the actor's own weights)", choices=("diffusers",)
+        "diffusers",
+        "rollout engine: diffusers (on the actor's own weights, or servers), vllm_omni (servers: hybrid_engine=false)",
+        choices=("diffusers", "vllm_omni"),
     )
     n_gpus_per_node: int | None = knob(
         None, "hybrid_engine=false: rollout servers on each node, a device each (on a CPU: processes); null: 1", least=1

@@ -22,6 +22,9 @@ from verl_omni.pipelines.utils import (
     random_pipeline,
     read_component_config,
 )
+from verl_omni.pipelines.vllm_omni import VllmOmniPipelineBase
+
+__all__ = ["Conditions", "DiffusionModelBase", "VllmOmniPipelineBase"]
 
 Conditions = dict[str, torch.Tensor]
 
@@ -313,28 +316,3 @@ class DiffusionModelBase(ABC):
     @classmethod  # noqa: B027  (nothing to refuse by default)
     def check(cls, model_config: DiffusionModelConfig) -> None:
         """Raise one clear line where this architecture cannot do what is asked. Runs before any worker starts."""
-
-
-class VllmOmniPipelineBase:
-    """Registry of rollout adapters for vLLM-Omni. None comes with this version."""
-
-    registry: ClassVar[AdapterRegistry] = AdapterRegistry("vLLM-Omni rollout")
-
-    @classmethod
-    def register(cls, architecture: str, algorithm: str = "flow_grpo"):
-        """Class decorator: this adapter serves `architecture` (the `_class_name` in model_index.json)."""
-
-        def wrap(adapter: type) -> type:
-            cls.registry.add(architecture, algorithm, adapter)
-            return adapter
-
-        return wrap
-
-    @classmethod
-    def get_class(cls, architecture: str, algorithm: str) -> type:
-        if architecture not in cls.registry.adapters:
-            raise ValueError(
-                f"no vLLM-Omni rollout adapter is registered for {architecture}, and none comes with this version: the "
-                "embedded engine (actor_rollout_ref.rollout.name=diffusers) samples with the training adapter"
-            )
-        return cls.registry.find(architecture, algorithm)

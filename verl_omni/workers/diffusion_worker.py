@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
@@ -37,7 +36,7 @@ from verl_omni.workers.old_log_probs import OldLogProbs, choose_old_log_probs
 from verl_omni.workers.process_group import join_process_group
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.trajectories import TrajectoryStore, ship
-from verl_omni.workers.rollout.weights import store_in_buckets
+from verl_omni.workers.rollout.weights import StoredWeights, store_in_buckets
 
 
 class DiffusionWorker(Worker):
@@ -144,7 +143,7 @@ class DiffusionWorker(Worker):
         self.trajectories.release(*experiences)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def publish_weights(self, policy: str = "current") -> list[ray.ObjectRef]:
+    def publish_weights(self, policy: str = "current") -> StoredWeights:
         """The trained weights of a policy in Ray's object store. All ranks take part, the first has the references."""
         with self.engine.eval_mode(), self.engine.policy(policy):
             return store_in_buckets(self.engine.get_per_tensor_param()[0], keep=dist.get_rank() == 0)
@@ -261,8 +260,9 @@ class DiffusionWorker(Worker):
         """What this update compares with, said once and whenever it changes; None for a loss that has no use for it."""
         if "log_probs" not in self.loss_function.loss_fn.required_model_output_keys:
             return None
-        setting = self.actor_config.old_log_probs
-        chosen = choose_old_log_probs(setting, self.engine.rounds_like_rollout, same_weights=not stale)
+        setting, same_software = self.actor_config.old_log_probs, self.rollout_config.name == "diffusers"
+        same_arithmetic = self.engine.rounds_like_rollout and same_software
+        chosen = choose_old_log_probs(setting, same_arithmetic, same_weights=not stale)
         if chosen != self.old_log_probs and dist.get_rank() == 0:
             print(f"Old log-probabilities: {chosen.source} ({chosen.why}).", file=sys.stderr, flush=True)  # to run.log
         self.old_log_probs = chosen

@@ -70,11 +70,16 @@ class Wan(DiffusionModelBase):
     @classmethod
     def load_module(cls, model_config: DiffusionModelConfig, dtype: torch.dtype) -> torch.nn.Module:
         transformer = super().load_module(model_config, dtype)
-        ratio = read_index(model_config.path).get("boundary_ratio")
-        if ratio is None:
+        if read_index(model_config.path).get("boundary_ratio") is None:
             return transformer
-        boundary = ratio * cls.build_scheduler(model_config).config.num_train_timesteps
-        return Experts(transformer, load_component(model_config, "transformer_2", dtype), boundary)
+        return cls.experts(model_config, transformer, load_component(model_config, "transformer_2", dtype))
+
+    @classmethod
+    def experts(
+        cls, model_config: DiffusionModelConfig, transformer: torch.nn.Module, transformer_2: torch.nn.Module
+    ) -> Experts:
+        ratio = read_index(model_config.path)["boundary_ratio"]
+        return Experts(transformer, transformer_2, ratio * cls.build_scheduler(model_config).config.num_train_timesteps)
 
     @classmethod
     def trained_modules(cls, module: torch.nn.Module) -> dict[str, torch.nn.Module]:

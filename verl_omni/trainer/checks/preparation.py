@@ -30,6 +30,7 @@ from verl_omni.pipelines.schedulers.steps import Step, get_step, step_names
 from verl_omni.pipelines.schedulers.windows import check_window
 from verl_omni.rewards.choice import read_choices, weighted
 from verl_omni.trainer.checks.preference import check_trainer_fits
+from verl_omni.trainer.checks.rollout_engine import check_rollout_engine
 from verl_omni.trainer.checks.workers import check_workers
 from verl_omni.utils.external_lib import import_external_lib
 
@@ -129,6 +130,7 @@ def _check(settings: DiffusionTrainerConfig) -> None:
         _check_size(f"actor_rollout_ref.rollout.{where}pipeline", pipeline, adapter, arr.model)
         _check_reads(f"actor_rollout_ref.rollout.{where}pipeline", pipeline, adapter, arr.model)
     _check_placement(settings)
+    check_rollout_engine(settings)
     if is_on(correction := settings.algorithm.rollout_correction) or correction.bypass_mode:
         if settings.algorithm.trainer_type != "policy_gradient":
             raise ValueError(
@@ -149,9 +151,9 @@ def _check_adapter(settings: DiffusionTrainerConfig, adapter: type[DiffusionMode
     """It has the methods that this run calls."""
     arr = settings.actor_rollout_ref
     missing, caller = sorted(adapter.__abstractmethods__), "training"
-    if settings.algorithm.sample_source == "online" and arr.rollout.name == "diffusers":
+    if settings.algorithm.sample_source == "online":
         missing += adapter.missing_for_rollout()
-        caller = "the embedded rollout engine (actor_rollout_ref.rollout.name=diffusers)"
+        caller = f"the rollout engine (actor_rollout_ref.rollout.name={arr.rollout.name})"
     if missing:
         raise ValueError(
             f"{adapter.__name__}, the adapter of {arr.model.architecture}, has no {', '.join(missing)}: {caller} calls "

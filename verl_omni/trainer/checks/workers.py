@@ -94,10 +94,10 @@ def check_optimizer(config: OptimizerConfig) -> None:
 
 def check_engine_arguments(rollout: DiffusionRolloutConfig) -> None:
     """`engine_kwargs` are arguments that the engine has, beside those that it gets anyway: whole numbers."""
-    from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
+    from verl_omni.workers.rollout import engine_class
 
-    where = "actor_rollout_ref.rollout.engine_kwargs"
-    known = [p.name for p in inspect.signature(DiffusersRollout).parameters.values() if type(p.default) is int]
+    where, engine = "actor_rollout_ref.rollout.engine_kwargs", engine_class(rollout.name)
+    known = [p.name for p in inspect.signature(engine).parameters.values() if type(p.default) is int]
     for name, value in rollout.engine_kwargs.items():
         if name not in known:
             raise ValueError(unknown(where, name, known))

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from verl_omni.report.timeline import Timeline
 from verl_omni.trainer.resources import busy_at_once, worker_environment
 from verl_omni.utils.background import wait_for
-from verl_omni.workers.rollout.diffusers_server import DiffusersServer
+from verl_omni.workers.rollout import server_class
 
 
 class EmbeddedRollouts:
@@ -102,7 +102,7 @@ def start_servers(config: DictConfig, training: int, device: str) -> list[Any]:
     if device == "cuda":
         check_devices(training, per_node * nodes, int(ray.cluster_resources().get("GPU", 0)))
     threads = worker_environment(device, busy_at_once(config, per_node))
-    server = ray.remote(DiffusersServer).options(
+    server = ray.remote(server_class(rollout.name)).options(
         num_cpus=1, num_gpus=1 if device == "cuda" else 0, runtime_env={"env_vars": threads}
     )
     return [server.remote(config) for _ in range(per_node * nodes)]

@@ -13,7 +13,8 @@ import ray
 import torch
 from verl.protocol import DataProto
 
-from verl_omni.workers.rollout.base import RolloutOutput, own_copy, pad_and_cat
+from verl_omni.utils.padding import pad_and_cat
+from verl_omni.workers.rollout.base import RolloutOutput, own_copy
 
 # What the driver gets of each trajectory.
 SMALL = ("rollout_log_probs", "all_timesteps")

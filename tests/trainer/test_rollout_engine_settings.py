@@ -1,0 +1,59 @@
+"""actor_rollout_ref.rollout.name=vllm_omni: what it cannot do is one line, before a worker starts."""
+
+import pytest
+from e2e_runs import settings
+from tiny_models import tiny_checkpoint
+
+from verl_omni.pipelines import vllm_omni
+from verl_omni.testing.local_trainer import local_config
+from verl_omni.trainer.checks import rollout_engine
+
+A = "actor_rollout_ref."
+SERVER = [f"{A}rollout.name=vllm_omni", f"{A}hybrid_engine=false"]
+CASES = {
+    "in the training workers": ([f"{A}hybrid_engine=true"], "set actor_rollout_ref.hybrid_engine=false"),
+    "compiled VAE": ([f"{A}rollout.compile_vae=false"], "rollout.compile_vae is for the diffusers engine"),
+    "encoders": ([f"{A}rollout.encoder_offload=true"], "rollout.encoder_offload is for the diffusers engine"),
+    "random weights": ([f"{A}model.load_format=dummy"], "model.load_format=dummy: vLLM-Omni reads the model's folder"),
+    "engine argument": ([f"+{A}rollout.engine_kwargs.decode_batch=1"], 'did you mean "decode_batch_size"'),
+}
+
+
+@pytest.fixture
+def there(monkeypatch):
+    """As if vllm-omni were installed: nothing of it is imported before a worker starts."""
+    monkeypatch.setattr(rollout_engine, "installed", lambda: True)
+    monkeypatch.setattr(vllm_omni.VllmOmniPipelineBase.registry, "builtin", vllm_omni._BUILTIN)
+
+
+def checked(*overrides: str, model: str = "QwenImagePipeline") -> None:
+    local_config(settings("run", *SERVER, *overrides, model=tiny_checkpoint(model)))
+
+
+def one_line(*overrides: str, **kwargs: str) -> str:
+    with pytest.raises(ValueError) as caught:
+        checked(*overrides, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_it_is_accepted_where_it_is_installed(there):
+    checked()
+    checked("trainer.mode=one_step_off")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_it_cannot_do_is_said(there, name):
+    overrides, said = CASES[name]
+    assert said in one_line(*overrides)
+
+
+def test_without_the_package_it_is_said_what_to_install(monkeypatch):
+    monkeypatch.setattr(rollout_engine, "installed", lambda: False)
+    line = one_line()
+    assert "vllm-omni is not installed here: type make vllm-omni" in line and "or choose diffusers" in line
+
+
+def test_a_model_without_an_adapter_names_those_that_have_one(there):
+    line = one_line(model="FluxPipeline")
+    assert "no vLLM-Omni rollout adapter is registered for FluxPipeline, only for QwenImagePipeline" in line

@@ -1,0 +1,68 @@
+"""vLLM-Omni draws what diffusers' pipelines and the embedded engine draw, and what training can replay."""
+
+import pytest
+import torch
+from test_architectures import PROMPTS, as_batch, config, draw, rollout, training_engine, upstream
+from vllm_cases import ask, assert_same
+
+ASKED = [*PROMPTS, "a dog", PROMPTS[1], PROMPTS[0]]  # in two batches, and of different lengths
+
+
+@pytest.mark.parametrize("cfg", [False, True], ids=["plain", "cfg"])
+def test_without_noise_it_is_diffusers(served, cfg):
+    row, engine = served
+    outputs = ask(row, engine, config(row, cfg), PROMPTS, cfg, noise_level=0.0, sde_window=None)
+    for i, output in enumerate(outputs):
+        latents, pixels = draw(upstream(row.name), row, i, cfg)
+        torch.testing.assert_close(output.trajectory["final_latents"][None], latents, atol=1e-5, rtol=1e-5)
+        assert (output.response - pixels[0] * 255).abs().max() < 1
+        assert set(output.trajectory) == {"final_latents"}
+
+
+@pytest.mark.parametrize("cfg", [False, True], ids=["plain", "cfg"])
+@pytest.mark.parametrize("sde_type", ["sde", "cps"])
+def test_the_same_seeds_give_the_embedded_engines_trajectory(served, cfg, sde_type):
+    row, engine = served
+    model_config = config(row, cfg, noise=0.7)
+    windows = [(i % 2, i % 2 + 2) for i in range(len(ASKED))]
+    asked = {"sde_type": sde_type, "sde_window": windows, "init_seed": [7, 7, 7, 1, 2], "keep_means": True}
+    mine = ask(row, engine, model_config, ASKED, cfg, **asked)
+    theirs = ask(row, rollout(model_config), model_config, ASKED, cfg, **asked)
+    for one, other in zip(mine, theirs, strict=True):
+        assert_same(one, other)
+    assert mine[0].trajectory["rollout_log_probs"].std() > 0
+
+
+def test_training_finds_the_log_probs_of_the_rollout(served):
+    """Of its own distribution of the step, which is not that of the rollout by construction."""
+    row, engine = served
+    training = training_engine(config(row, cfg=True, noise=0.7))
+    data = as_batch(ask(row, engine, training.model_config, ASKED))
+    with training.train_mode():
+        replayed = training.infer_batch(data)["model_output"]["log_probs"].view_as(data["rollout_log_probs"])
+    torch.testing.assert_close(replayed, data["rollout_log_probs"], atol=1e-5, rtol=0)
+
+
+def test_a_burst_is_drawn_in_full_batches(served):
+    row, engine = served
+    transformer, rows = engine.engine.pipeline.transformer, []
+    counted = "timestep" if not row.name.startswith("ZImage") else None
+
+    def count(module, args, kwargs):
+        rows.append(len(kwargs[counted]) if counted else len(args[1]))
+
+    hook = transformer.register_forward_pre_hook(count, with_kwargs=True)
+    try:
+        ask(row, engine, config(row, cfg=False), [PROMPTS[0]] * 5, cfg=False)
+    finally:
+        hook.remove()
+    steps = len(rows) // 2  # the first of Wan2.2's two transformers takes some of them
+    assert steps >= 1 and rows == [3] * steps + [2] * steps
+
+
+def test_a_failure_is_the_callers_and_the_next_batch_is_drawn(served):
+    row, engine = served
+    model_config = config(row, cfg=True, noise=0.7)
+    with pytest.raises(ValueError, match="unknown sde_type"):
+        ask(row, engine, model_config, PROMPTS, sde_type="nonsense")
+    assert len(ask(row, engine, model_config, PROMPTS)) == 2

@@ -1,0 +1,47 @@
+"""Two steps of training through the command, with samples that servers draw with vLLM-Omni."""
+
+import pytest
+from e2e_runs import Run, metrics, run_here, settings
+from tiny_models import tiny_checkpoint
+
+pytestmark = pytest.mark.timeout(1500)  # whole runs, on a machine that may be busy
+
+A = "actor_rollout_ref."
+STEPS = "trainer.total_training_steps=2"
+LORA = [f"{A}model.lora_rank=4", f"{A}actor.optim.lr=0.01"]
+BRIGHTNESS = """
+def compute_score(image):
+    frames = image if isinstance(image, list) else [image]
+    return sum(frame.convert("L").resize((1, 1)).getpixel((0, 0)) for frame in frames) / len(frames) / 255
+"""
+RUNS = {
+    "QwenImagePipeline": [*LORA, f"{A}rollout.pipeline.true_cfg_scale=2", f"{A}rollout.algo.sde_window_size=2"],
+    "StableDiffusion3Pipeline": [f"{A}actor.optim.lr=0.001"],
+    "ZImagePipeline": [*LORA, f"{A}model.algorithm=diffusion_nft", f"{A}rollout.pipeline.guidance_scale=0"],
+    "WanPipeline-2.2": [f"{A}actor.optim.lr=0.001", f"{A}rollout.pipeline.num_frames=5"],
+}
+
+
+@pytest.fixture(params=RUNS)
+def name(request) -> str:
+    return request.param
+
+
+def asked(folder, name: str, *more: str) -> list[str]:
+    (folder / "brightness.py").write_text(BRIGHTNESS)
+    reward = f"reward.custom_reward_function.path={folder}/brightness.py"
+    return settings(folder / "run", STEPS, reward, *RUNS[name], *more, model=tiny_checkpoint(name))
+
+
+def test_two_steps_through_servers(name, tmp_path, monkeypatch):
+    """The embedded engine's numbers but for rounding: the second step shows that the first update arrived."""
+    count = 2 if name == "StableDiffusion3Pipeline" else 1
+    servers = [f"{A}rollout.name=vllm_omni", f"{A}hybrid_engine=false", f"{A}rollout.n_gpus_per_node={count}"]
+    Run(asked(tmp_path, name, *servers), tmp_path).succeed()
+    (tmp_path / "embedded").mkdir()
+    run_here(asked(tmp_path / "embedded", name), tmp_path / "embedded", monkeypatch)
+    mine, theirs = metrics(tmp_path / "run"), metrics(tmp_path / "embedded/run")
+    for step in (1, 2):
+        for key in ("critic/rewards/mean", "actor/grad_norm"):
+            assert mine[step][key] == pytest.approx(theirs[step][key], rel=1e-2), (step, key)
+        assert mine[step].get("actor/rollout_ratio_max_dev", 0) < 1e-5

@@ -1,0 +1,57 @@
+"""Both rollout engines, asked for the same."""
+
+import asyncio
+from typing import Any
+
+import torch
+from test_architectures import SEQUENCE, Architecture
+
+from verl_omni.config import DiffusionModelConfig, DiffusionRolloutConfig
+from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.workers.rollout.base import RolloutOutput
+from verl_omni.workers.rollout.batched import BatchedRollout
+
+GUARD = 300
+
+
+def vllm_rollout(model_config: DiffusionModelConfig, max_num_seqs: int = 3) -> Any:
+    from verl_omni.workers.rollout.vllm_rollout.engine import VllmOmniRollout
+
+    config = DiffusionRolloutConfig(name="vllm_omni", max_num_seqs=max_num_seqs, cfg_in_one_forward=False)
+    return VllmOmniRollout(config, model_config, torch.float32)
+
+
+def ask(
+    row: Architecture,
+    engine: BatchedRollout,
+    model_config: DiffusionModelConfig,
+    prompts: list[str],
+    cfg: bool = True,
+    **params: Any,
+) -> list[RolloutOutput]:
+    """A burst: prompt i with seed i; a list among `params` has one value for each."""
+    adapter = DiffusionModelBase.get_class(model_config)
+    tokenizers = adapter.load_tokenizers(model_config)
+    negative = adapter.tokenize(tokenizers, row.negative, SEQUENCE)
+    shared = row.knobs(cfg) | {"keep_trajectory": True, "sde_window": (0, adapter.num_steps(model_config) - 1)}
+
+    async def run() -> list[RolloutOutput]:
+        calls = []
+        for i, prompt in enumerate(prompts):
+            own = {name: value[i] if isinstance(value, list) else value for name, value in params.items()}
+            own = shared | {"seed": i, "position": (i, len(prompts))} | own
+            ids = adapter.tokenize(tokenizers, prompt, SEQUENCE)
+            calls.append(engine.generate(ids, own, str(i), negative_prompt_ids=negative))
+        return await asyncio.wait_for(asyncio.gather(*calls), GUARD)
+
+    return asyncio.run(run())
+
+
+def assert_same(one: RolloutOutput, other: RolloutOutput, tolerance: float = 1e-5) -> None:
+    """Everything that training gets, and the picture but for rounding at the edge of two values."""
+    for mine, theirs in ((one.trajectory, other.trajectory), (one.conditions, other.conditions)):
+        assert mine.keys() == theirs.keys()
+        for name in mine:
+            torch.testing.assert_close(mine[name], theirs[name], atol=tolerance, rtol=tolerance)
+    assert one.response.dtype == torch.uint8 and one.modality == other.modality
+    assert (one.response.int() - other.response.int()).abs().max() <= 1

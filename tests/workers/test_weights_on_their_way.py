@@ -1,0 +1,61 @@
+"""Weights between processes: what comes out is what went in, or an error. Ray's store is a dict here."""
+
+import itertools
+
+import pytest
+import torch
+
+from verl_omni.workers.rollout import weights as on_their_way
+from verl_omni.workers.rollout.weights import checksum, from_buckets, store_in_buckets
+
+WEIGHTS = {
+    "a.weight": torch.arange(7, dtype=torch.float32),
+    "b.weight": torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).bfloat16(),
+    "c.bias": torch.tensor(3.5),
+    "d.empty": torch.zeros(0, 4),
+    "e.turned": torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).T,
+}
+
+
+@pytest.fixture(autouse=True)
+def store(monkeypatch) -> dict[int, dict[str, torch.Tensor]]:
+    held, numbers = {}, itertools.count()
+
+    def put(bucket):
+        held[number := next(numbers)] = bucket
+        return number
+
+    monkeypatch.setattr(on_their_way.ray, "put", put)
+    monkeypatch.setattr(on_their_way.ray, "get", held.__getitem__)
+    monkeypatch.setattr(on_their_way, "BUCKET_BYTES", 60)
+    return held
+
+
+def test_all_arrive_in_their_order(store):
+    stored = store_in_buckets(WEIGHTS.items())
+    assert stored.count == len(WEIGHTS) and len(stored.buckets) > 1
+    found = dict(from_buckets(stored))
+    assert list(found) == list(WEIGHTS) and all(torch.equal(found[name], WEIGHTS[name]) for name in WEIGHTS)
+    assert store_in_buckets(WEIGHTS.items(), keep=False).count == 0
+
+
+@pytest.mark.parametrize("harm", ["lost", "changed", "renamed", "twice"])
+def test_what_is_lost_or_changed_on_the_way_is_noticed(store, harm):
+    stored = store_in_buckets(WEIGHTS.items())
+    bucket = store[stored.buckets[0]]
+    if harm == "lost":
+        del bucket["a.weight"]
+    elif harm == "changed":
+        bucket["a.weight"][3] += 1e-6
+    elif harm == "renamed":
+        bucket["b"] = bucket.pop("a.weight")
+    else:
+        stored.buckets.append(stored.buckets[0])
+    with pytest.raises(RuntimeError, match=f"arrived of {len(WEIGHTS)} with "):
+        list(from_buckets(stored))
+
+
+def test_a_checksum_counts_every_byte():
+    assert checksum("", torch.tensor([1, 2, 3], dtype=torch.uint8)) == 6
+    assert checksum("", torch.tensor([5, 7], dtype=torch.int64)) == 12
+    assert checksum("", torch.tensor([1, 0, 0, 0, 0, 0, 0, 0, 9], dtype=torch.uint8)) == 10

@@ -1,0 +1,178 @@
+"""From requests to samples: prompts encoded once, noise of each sample's own, the denoising loop, pixels.
+
+Every rollout engine draws with this. An engine says where the model lies: the pipeline around it (tokens to features,
+latents to pixels) and the module that predicts.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from verl_omni.config import DiffusionModelConfig, DiffusionPipelineConfig
+from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
+from verl_omni.pipelines.sampling import denoise
+from verl_omni.utils.padding import pad_and_cat
+
+PIPELINE_KEYS = tuple(f.name for f in dataclasses.fields(DiffusionPipelineConfig))
+
+
+@dataclass
+class Request:
+    """One sample that is asked for: tokens, and the parameters that differ from the run's own."""
+
+    prompt_ids: list[int]
+    negative_prompt_ids: list[int] | None
+    images: list[Any] | None
+    params: dict[str, Any]
+
+    @property
+    def kind(self) -> tuple:
+        """Requests of one kind (size, steps, guidance, window length) can share forwards."""
+        names = (*PIPELINE_KEYS, "noise_level", "sde_type", "keep_trajectory")
+        window = self.params.get("sde_window")
+        return (*(repr(self.params.get(k)) for k in names), None if window is None else window[1] - window[0])
+
+
+@dataclass
+class Sample:
+    """What was drawn for a request: an image (uint8, C x H x W) or a video (F x C x H x W), and what training needs."""
+
+    pixels: torch.Tensor
+    trajectory: dict[str, torch.Tensor] = field(default_factory=dict)
+    conditions: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Drawer:
+    def __init__(
+        self,
+        model_config: DiffusionModelConfig,
+        pipe: Any,
+        module: torch.nn.Module,
+        device: torch.device,
+        autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        cfg_in_one_forward: bool = True,
+        prompt_cache_size: int = 4096,
+        decode_batch_size: int = 16,
+    ):
+        self.model_config, self.pipe, self.module, self.device = model_config, pipe, module, device
+        self.adapter = DiffusionModelBase.get_class(model_config)
+        self.autocast, self.cfg_in_one_forward = autocast, cfg_in_one_forward
+        self.decode_batch_size = decode_batch_size
+        self._prompts: collections.OrderedDict[tuple, Conditions] = collections.OrderedDict()
+        self._on_device: dict[tuple, Conditions] = {}
+        self._prompt_cache_size = prompt_cache_size
+
+    # ---- for an engine that wants to know ------------------------------------------------------------
+
+    def _before_encoding(self) -> None:
+        """A new prompt is about to be encoded."""
+
+    def _done(self, phase: str) -> None:
+        """A part of a batch is done: encode, denoise, decode."""
+
+    # ---- drawing -------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def draw(self, requests: list[Request]) -> list[Sample]:
+        """Requests of one kind through one denoising loop."""
+        params = requests[0].params
+        model_config = self._requested(params)
+        scheduler = self.adapter.build_scheduler(model_config)
+        self.adapter.set_timesteps(scheduler, model_config, self.device)
+
+        guided = self.adapter.cfg_scale(model_config) > 1
+        conditions = [self._conditions(r, guided, model_config) for r in requests]
+        generators = [self._generator(r.params.get("init_seed", r.params["seed"])) for r in requests]
+        latents = self.adapter.prepare_latents(self.pipe, self.module, model_config, generators)
+        for i, request in enumerate(requests):
+            if "init_seed" in request.params:  # one start for the whole group, noise of its own for each sample
+                generators[i] = self._generator(request.params["seed"])
+        self._done("encode")
+
+        with self.autocast():
+            trajectory = denoise(
+                self.adapter,
+                self.module,
+                scheduler,
+                model_config,
+                latents,
+                stack_conditions(conditions),
+                generators,
+                windows=[tuple(r.params.get("sde_window") or (0, 0)) for r in requests],
+                keep_means=params.get("keep_means", False),
+                keep_uncond=params.get("keep_uncond", False),
+                cfg_in_one_forward=self.cfg_in_one_forward,
+            )
+        self._done("denoise")
+
+        parts = trajectory.final_latents.split(self.decode_batch_size)
+        pixels = torch.cat([self._decode(latents, model_config) for latents in parts]).cpu()
+        self._done("decode")
+        if not params.get("keep_trajectory", False):
+            return [Sample(image) for image in pixels]
+        features = [{name: value[0] for name, value in row.items()} for row in conditions]
+        return [Sample(*sample) for sample in zip(pixels, trajectory.rows(), features, strict=True)]
+
+    def _requested(self, params: dict[str, Any]) -> DiffusionModelConfig:
+        """The model's settings with what a request wants otherwise."""
+        pipeline = {k: params[k] for k in PIPELINE_KEYS if k in params}
+        algo = {k: params[k] for k in ("noise_level", "sde_type") if k in params}
+        return dataclasses.replace(
+            self.model_config,
+            pipeline=dataclasses.replace(self.model_config.pipeline, **pipeline),
+            algo=dataclasses.replace(self.model_config.algo, **algo),
+        )
+
+    def _generator(self, seed: int) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(seed)
+
+    def _decode(self, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
+        pixels = self.adapter.decode_latents(self.pipe, latents, model_config)
+        return (pixels.float() * 255).round().to(torch.uint8)
+
+    # ---- prompts -------------------------------------------------------------------------------------
+
+    def forget_device(self) -> None:
+        """Before a rollout: the prompts of the one before need not stay on the device."""
+        self._on_device = {}
+
+    def _conditions(self, request: Request, guided: bool, model_config: DiffusionModelConfig) -> Conditions:
+        conditions = dict(self._encode(request.prompt_ids, request.images, model_config))
+        if guided:
+            if request.negative_prompt_ids is None:
+                raise ValueError("classifier-free guidance is on, but the request has no negative_prompt_ids")
+            negative = self._encode(request.negative_prompt_ids, request.images, model_config)
+            conditions |= {f"negative_{name}": value for name, value in negative.items()}
+        return conditions
+
+    def _encode(self, ids: list[int], images: list[Any] | None, model_config: DiffusionModelConfig) -> Conditions:
+        """A distinct prompt is encoded once, and within a rollout it is on the device once, for all of its images."""
+        key = (tuple(ids), *((image.mode, image.size, hash(image.tobytes())) for image in images or ()))
+        if key in self._on_device:
+            return self._on_device[key]
+        if key in self._prompts:
+            self._prompts.move_to_end(key)
+        else:
+            self._before_encoding()
+            encoded = self.adapter.encode_prompt(self.pipe, list(ids), model_config, images)
+            self._prompts[key] = {k: v.cpu() for k, v in encoded.items()}
+        self._on_device[key] = {k: v.to(self.device) for k, v in self._prompts[key].items()}
+        if len(self._prompts) > self._prompt_cache_size:
+            self._prompts.popitem(last=False)
+        return self._on_device[key]
+
+
+def equal_parts(total: int, most: int) -> int:
+    """The size of as few equal parts as possible: 24 in parts of up to 16 are two of 12."""
+    return math.ceil(total / math.ceil(total / most))
+
+
+def stack_conditions(rows: list[Conditions]) -> Conditions:
+    """Batch the features of single prompts; sequences (B, L, ...) of different length are padded with zeros."""
+    return {name: pad_and_cat([row[name] for row in rows]) for name in rows[0]}

@@ -1,0 +1,26 @@
+"""What a rollout engine cannot do, said before it is started."""
+
+from verl_omni.config.schema import DiffusionTrainerConfig
+from verl_omni.pipelines.vllm_omni import INSTALL, VllmOmniPipelineBase, installed
+
+ARR, NAME = "actor_rollout_ref", "actor_rollout_ref.rollout.name=vllm_omni"
+
+
+def check_rollout_engine(settings: DiffusionTrainerConfig) -> None:
+    arr = settings.actor_rollout_ref
+    if arr.rollout.name != "vllm_omni" or settings.algorithm.sample_source != "online":
+        return
+    if not installed():
+        raise ValueError(f"{NAME}: vllm-omni is not installed here: type {INSTALL}, or choose diffusers")
+    if arr.hybrid_engine:
+        raise ValueError(f"{NAME} draws in processes of its own: set {ARR}.hybrid_engine=false, or choose diffusers")
+    VllmOmniPipelineBase.check(arr.model.architecture)
+    for name in ("compile_vae", "encoder_offload"):
+        if getattr(arr.rollout, name) is not None:
+            raise ValueError(f"{ARR}.rollout.{name} is for the diffusers engine and does nothing with {NAME}")
+    for name, usual in (("load_format", "auto"), ("transformer_subfolder", "transformer"), ("config_path", None)):
+        if getattr(arr.model, name) != usual:
+            raise ValueError(
+                f"{ARR}.model.{name}={getattr(arr.model, name)}: vLLM-Omni reads the model's folder as diffusers "
+                f"writes it. Leave it out with {NAME}"
+            )

@@ -1,0 +1,91 @@
+"""A rollout engine that draws one batch after another: requests share forwards, and weights change between batches."""
+
+import threading
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from verl_omni.config import DiffusionRolloutConfig
+from verl_omni.pipelines.drawing import Request, Sample
+from verl_omni.utils.batcher import Batcher
+from verl_omni.workers.rollout.base import RolloutEngine, RolloutOutput
+
+
+class BatchedRollout(RolloutEngine):
+    def __init__(self, config: DiffusionRolloutConfig):
+        self.config = config
+        self.batcher = Batcher(self.run_batch, config.max_num_seqs, config.request_batch_max_wait_ms / 1000)
+        self._running, self._paused, self._stopped = False, False, False
+        self._state = threading.Condition()
+
+    @abstractmethod
+    def draw_batch(self, requests: list[Request]) -> list[RolloutOutput]:
+        """Samples for requests of one kind. Called by one thread, never while weights change."""
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Take all of these weights, or raise: half of an update is no policy. Nothing is drawn meanwhile."""
+
+    def begin(self) -> None:
+        """Before a rollout."""
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        request_id: str,
+        image_data: list[Any] | None = None,
+        video_data: list[Any] | None = None,
+        negative_prompt_ids: list[int] | None = None,
+        priority: int = 0,
+    ) -> RolloutOutput:
+        """One image for one tokenized prompt. Concurrent calls share forwards, up to `max_num_seqs`."""
+        if self._stopped:
+            raise RuntimeError("the rollout engine has been stopped")
+        request = Request(list(prompt_ids), negative_prompt_ids, image_data, dict(sampling_params))
+        return await self.batcher.submit(request, request.kind, sampling_params.get("position"))
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Between two batches."""
+        was_paused = self._paused
+        self.pause()
+        try:
+            self.load_weights(weights, version)
+            self.version = version
+        finally:
+            if not was_paused:
+                self.resume()
+
+    def pause(self) -> None:
+        with self._state:
+            self._paused = True
+            self._state.wait_for(lambda: not self._running)
+
+    def resume(self) -> None:
+        with self._state:
+            self._paused = False
+            self._state.notify_all()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self.batcher.close(RuntimeError("the rollout engine has been stopped"))
+        self.resume()
+
+    def run_batch(self, requests: list[Request]) -> list[RolloutOutput]:
+        """One batch at a time, and none while the engine is paused."""
+        with self._state:
+            self._state.wait_for(lambda: not self._paused)
+            self._running = True
+        try:
+            return self.draw_batch(requests)
+        finally:
+            with self._state:
+                self._running = False
+                self._state.notify_all()
+
+
+def answer(sample: Sample, version: int) -> RolloutOutput:
+    modality = "video" if sample.pixels.ndim == 4 else "image"
+    return RolloutOutput(sample.pixels, sample.trajectory, sample.conditions, modality, version)

@@ -1,0 +1,88 @@
+"""The rollout engine on vLLM-Omni: its pipeline and kernels, our denoising loop. One device, in this process."""
+
+import functools
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl_omni.config import DiffusionModelConfig, DiffusionRolloutConfig
+from verl_omni.perf.memory import names_memory_knobs
+from verl_omni.pipelines.drawing import Drawer, Request, equal_parts
+from verl_omni.pipelines.vllm_omni import VllmOmniPipelineBase
+from verl_omni.workers.engine.module import autocast
+from verl_omni.workers.rollout.base import RolloutOutput
+from verl_omni.workers.rollout.batched import BatchedRollout, answer
+from verl_omni.workers.rollout.vllm_rollout.loading import TrainedWeights
+
+# What vLLM has to say goes where all that libraries say goes.
+LOGGING = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+
+
+class VllmOmniRollout(BatchedRollout):
+    def __init__(
+        self,
+        config: DiffusionRolloutConfig,
+        model_config: DiffusionModelConfig,
+        dtype: torch.dtype,
+        prompt_cache_size: int = 4096,
+        decode_batch_size: int = 16,
+    ):
+        super().__init__(config)
+        self.engine = build_engine(config, model_config, dtype)
+        pipeline = self.engine.pipeline
+        self.drawer = pipeline.drawer = Drawer(
+            model_config,
+            pipeline,
+            pipeline.as_diffusers(model_config),
+            self.engine.device,
+            functools.partial(autocast, self.engine.device, dtype),
+            config.cfg_in_one_forward,
+            prompt_cache_size,
+            equal_parts(config.max_num_seqs, decode_batch_size),
+        )
+        if config.vae_tiling:
+            pipeline.vae.enable_tiling()
+        self.weights = TrainedWeights(pipeline, model_config)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        self.weights.load(weights)
+
+    @names_memory_knobs("rollout")
+    def draw_batch(self, requests: list[Request]) -> list[RolloutOutput]:
+        return [answer(sample, self.version) for sample in self.engine.draw(requests)]
+
+    def begin(self) -> None:
+        """Before a rollout: forget the prompts of the one before, on the device."""
+        self.drawer.forget_device()
+
+    def stop(self) -> None:
+        super().stop()
+        self.engine.close()
+
+
+def build_engine(config: DiffusionRolloutConfig, model_config: DiffusionModelConfig, dtype: torch.dtype) -> Any:
+    """vLLM-Omni's engine with our pipeline in it, and the weights of the model's folder."""
+    for name, value in LOGGING.items():  # read on import
+        os.environ.setdefault(name, value)
+    from vllm_omni.diffusion.data import OmniDiffusionConfig
+    from vllm_omni.platforms import current_omni_platform
+
+    from verl_omni.workers.rollout.vllm_rollout.diffusion_engine import DrawingEngine
+    from verl_omni.workers.rollout.vllm_rollout.executor import InProcessExecutor
+
+    if not dist.is_initialized():  # it would listen on a port, for ranks that there are not
+        dist.init_process_group(current_omni_platform.dist_backend, store=dist.HashStore(), rank=0, world_size=1)
+    pipeline = VllmOmniPipelineBase.get_class(model_config.architecture, model_config.algorithm)
+    settings = OmniDiffusionConfig(
+        model=os.path.expanduser(model_config.path),
+        dtype=dtype,
+        max_num_seqs=config.max_num_seqs,
+        enforce_eager=True,
+        distributed_executor_backend=InProcessExecutor,
+        custom_pipeline_args={"pipeline_class": pipeline},
+    )
+    settings.enrich_config()
+    return DrawingEngine(settings)
