@@ -46,8 +46,11 @@ WAN_1_3B = {
 }  # fmt: skip
 
 
-def sd35_medium(out: Path) -> Path:
-    """Real transformer and VAE. CLIP has its real widths but few layers, T5 is left out: prompts are encoded once."""
+def sd35_medium(out: Path, t5: bool = False) -> Path:
+    """Real transformer and VAE. CLIP has its real widths but few layers, T5 is left out: prompts are encoded once.
+
+    `t5`: it is there with its real width and two layers.
+    """
     folder = build_tiny_random("StableDiffusion3Pipeline", out)
     _update(folder / "transformer/config.json", SD35_MEDIUM)
     _update(folder / "vae/config.json", SD3_VAE)
@@ -55,8 +58,15 @@ def sd35_medium(out: Path) -> Path:
         _update(
             folder / name / "config.json", {"hidden_size": width, "projection_dim": width, "num_attention_heads": 8}
         )
-    _update(folder / "model_index.json", {"text_encoder_3": [None, None], "tokenizer_3": [None, None]})
+    if t5:
+        _update(folder / "text_encoder_3/config.json", {"d_model": 4096})
+    else:
+        _update(folder / "model_index.json", {"text_encoder_3": [None, None], "tokenizer_3": [None, None]})
     return folder
+
+
+def sd35_medium_with_t5(out: Path) -> Path:
+    return sd35_medium(out, t5=True)
 
 
 def qwen_image(out: Path) -> Path:
@@ -120,6 +130,40 @@ def tiny_sd3(out: Path) -> Path:
 
 def tiny_qwen_image(out: Path) -> Path:
     return build_tiny_random("QwenImagePipeline", out)
+
+
+def write_weights(folder: Path, device: str) -> None:
+    """Random weights in bfloat16 for every component of a folder, as its configurations say: what is there is replaced."""
+    import diffusers
+    import torch
+    import transformers
+
+    libraries = {"diffusers": diffusers, "transformers": transformers}
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for name, (library, kind) in _components(folder):
+            old = list((folder / name).glob("*.safetensors"))
+            if not old:  # a tokenizer or a scheduler
+                continue
+            for file in old:
+                file.unlink()
+            cls = getattr(libraries[library], kind)
+            torch.manual_seed(0)
+            with torch.device(device):
+                if library == "diffusers":
+                    model = cls.from_config(cls.load_config(folder / name))
+                else:
+                    model = cls(cls.config_class.from_pretrained(folder / name))
+            model.to(torch.bfloat16).save_pretrained(folder / name)
+            del model
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _components(folder: Path) -> list[tuple[str, list[str]]]:
+    index = json.loads((folder / "model_index.json").read_text())
+    return [(k, v) for k, v in index.items() if isinstance(v, list) and v[0] in ("diffusers", "transformers")]
 
 
 def _update(path: Path, values: dict[str, Any]) -> None:

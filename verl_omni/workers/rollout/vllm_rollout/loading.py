@@ -29,6 +29,7 @@ class TrainedWeights:
         self.lead = "" if len(parts) > 1 else f"{next(iter(parts))}."  # where there are several, names begin with them
         self.expected = trained_names(model_config, list(parts))
         self.folder = {part: FolderWeights(Path(model_config.path).expanduser() / part) for part in parts}
+        self.device = next(pipeline.transformer.parameters()).device
         self._taken: set[str] = set()
 
     @torch.no_grad()
@@ -53,12 +54,12 @@ class TrainedWeights:
         scaling, waiting = self.model_config.lora_alpha / self.model_config.lora_rank, {}
         for name, tensor in weights:
             layer, _, half = name.removesuffix(".default.weight").rpartition(".")
-            waiting.setdefault(layer, {})[half] = tensor.float()
+            waiting.setdefault(layer, {})[half] = tensor.to(self.device).float()
             if len(waiting[layer]) == 2:
                 halves = waiting.pop(layer)
                 part, _, own = layer.partition(".")
-                frozen = self.folder[part].read(f"{own}.weight").float()
-                yield f"{layer}.weight", frozen + scaling * (halves["lora_B"] @ halves["lora_A"]).to(frozen.device)
+                frozen = self.folder[part].read(f"{own}.weight").to(self.device).float()
+                yield f"{layer}.weight", frozen.add_(halves["lora_B"] @ halves["lora_A"], alpha=scaling)
 
     def _known(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         """Those that vLLM-Omni is known to take; others are tried one by one, here."""
@@ -71,7 +72,7 @@ class TrainedWeights:
                 raise KeyError(f"{type(self.pipeline).__name__} of vLLM-Omni has no place for the weights {name}")
 
 
-def trained_names(model_config: DiffusionModelConfig, parts: list[str]) -> dict[str, None]:
+def trained_names(model_config: DiffusionModelConfig, parts: list[str]) -> dict[str, torch.nn.Parameter]:
     """What training sends, each with the part that it belongs to in front. Builds the modules without weights."""
     import diffusers
 
@@ -83,7 +84,7 @@ def trained_names(model_config: DiffusionModelConfig, parts: list[str]) -> dict[
             if model_config.lora_rank:
                 add_lora({part: modules[part]}, model_config, DiffusionModelBase.get_class(model_config))
     named = ((f"{part}.{name}", p) for part, module in modules.items() for name, p in module.named_parameters())
-    return {name: None for name, parameter in named if parameter.requires_grad}
+    return {name: parameter for name, parameter in named if parameter.requires_grad}
 
 
 class FolderWeights:
