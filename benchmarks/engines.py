@@ -5,8 +5,8 @@
 
 Runs where vLLM-Omni is installed (docs/vllm_omni.md). The model has random weights in bfloat16 (float32 in miniature).
 Each engine has a process of its own, built as a rollout server builds it, takes LoRA weights (with `--full` all
-weights), and draws a burst twice: the second one counts. Then the training engine computes the log-probabilities of what
-each has drawn, with the same weights. Prints a table in Markdown.
+weights), and draws a burst twice: the second one counts. Then the training engine computes the log-probabilities of
+what each has drawn, with the same weights. Prints a table in Markdown.
 """
 
 import argparse
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("work", nargs="*", help=f"any of {', '.join(WORKS)}")
     parser.add_argument("--small", action="store_true", help="tiny models, for a CPU")
     parser.add_argument("--full", action="store_true", help="send all weights, not LoRA")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the models, which are as large as real ones")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the models, as large as real ones")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args()
     names = options.work or (["tiny-sd3", "tiny-qwen-image"] if options.small else [])
@@ -219,8 +219,8 @@ def main() -> None:
         parser.error(f"name what to compare: {', '.join(WORKS)}, or --small")
     if options.part:
         (name,) = names
-        own = options.out / name
-        found = replay(name, own, options.full) if options.part == "replay" else draw(name, options.part, own, options.full)
+        given = (options.out / name, options.full)
+        found = replay(name, *given) if options.part == "replay" else draw(name, options.part, *given)
         print("\n" + json.dumps(found))
         return
     import torch

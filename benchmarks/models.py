@@ -133,7 +133,7 @@ def tiny_qwen_image(out: Path) -> Path:
 
 
 def write_weights(folder: Path, device: str) -> None:
-    """Random weights in bfloat16 for every component of a folder, as its configurations say: what is there is replaced."""
+    """Random weights in bfloat16 for every component of a folder, as its configurations say, in place of its own."""
     import diffusers
     import torch
     import transformers
