@@ -66,8 +66,8 @@ def process_group():
     """The training engine wants a process group, of this one process. One serves all tests that ask for it."""
     import torch.distributed as dist
 
-    if not dist.is_initialized():  # a whole run in this process may have left one
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    if dist.is_initialized():
+    if dist.is_initialized():  # of a whole run in this process, which has ended
         dist.destroy_process_group()
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()

@@ -119,7 +119,8 @@ class _LocalServer(DiffusersServer):
     """A rollout server in this process; weights and trajectories are handed over as they are."""
 
     async def start(self) -> None:
-        self._load()  # one after the other: two at once get into each other's way in one process
+        # One after the other: two at once get into each other's way in one process.
+        self.engine = self.load(torch.device("cpu"))
 
     async def generate(self, *args: Any, **kwargs: Any) -> RolloutOutput:
         output = await self.engine.generate(*args, **kwargs)

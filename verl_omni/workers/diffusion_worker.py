@@ -49,7 +49,7 @@ class DiffusionWorker(Worker):
         self.model_config: DiffusionModelConfig = OmegaConf.to_object(config.actor_rollout_ref.model)
         self.rollout_config: DiffusionRolloutConfig = OmegaConf.to_object(config.actor_rollout_ref.rollout)
         self.ref_config: DiffusionRefConfig = OmegaConf.to_object(config.actor_rollout_ref.ref)
-        self._joined = join_process_group()
+        self._group = dist.group.WORLD if join_process_group() else None
         self.rollout = None
         self.trajectories = TrajectoryStore()
         self._settled = False
@@ -317,7 +317,8 @@ class DiffusionWorker(Worker):
         return os.getpid()
 
     def __del__(self):
-        if getattr(self, "_joined", False) and dist.is_initialized():
+        group = getattr(self, "_group", None)
+        if group is not None and dist.is_initialized() and dist.group.WORLD is group:
             dist.destroy_process_group()
 
 

@@ -98,8 +98,8 @@ class HpsV3(ModelScorer):
         vision = config.vision_config
         self.merged = vision.spatial_merge_size**2
         self.image_processor = Qwen2VLImageProcessorPil(
-            min_pixels=PIXELS,
-            max_pixels=PIXELS,
+            # min_pixels and max_pixels would change the size of every processor in this process (transformers 5).
+            size={"shortest_edge": PIXELS, "longest_edge": PIXELS},
             patch_size=vision.patch_size,
             temporal_patch_size=vision.temporal_patch_size,
             merge_size=vision.spatial_merge_size,
