@@ -156,7 +156,7 @@ def replay(name: str, folder: Path, full: bool) -> dict[str, dict[str, float]]:
     model_config = OmegaConf.to_object(config.actor_rollout_ref.model)
     engine = cls(model_config, cls.settings(actor), actor.optim, actor.checkpoint)
     engine.initialize()
-    engine.micro_batch_size = 8
+    engine.micro_batch_size = 2
     load_trained(engine.module, trained_weights(config, folder).items())
     found = {}
     for drawn in ENGINES:
@@ -207,6 +207,8 @@ def table(found: dict[str, dict[str, float]]) -> str:
 
 
 def main() -> None:
+    import torch
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", nargs="*", help=f"any of {', '.join(WORKS)}")
     parser.add_argument("--small", action="store_true", help="tiny models, for a CPU")
@@ -217,22 +219,27 @@ def main() -> None:
     names = options.work or (["tiny-sd3", "tiny-qwen-image"] if options.small else [])
     if not names or any(name not in WORKS for name in names):
         parser.error(f"name what to compare: {', '.join(WORKS)}, or --small")
+    if options.part == "build":
+        (name,) = names
+        getattr(models, WORKS[name].model)(options.out / name)
+        if not name.startswith("tiny"):
+            models.write_weights(options.out / name, "cuda" if torch.cuda.is_available() else "cpu")
+        print("{}")
+        return
     if options.part:
         (name,) = names
         given = (options.out / name, options.full)
         found = replay(name, *given) if options.part == "replay" else draw(name, options.part, *given)
         print("\n" + json.dumps(found))
         return
-    import torch
-
     for name in names:
-        folder = options.out / name
-        if not (folder / "model_index.json").exists():
-            getattr(models, WORKS[name].model)(folder)
-            if not name.startswith("tiny"):
-                models.write_weights(folder, "cuda" if torch.cuda.is_available() else "cpu")
         given = [name, "--out", str(options.out), *(["--full"] if options.full else [])]
-        found = {engine: child([*given, "--part", engine]) for engine in ENGINES}
+        if not (options.out / name / "model_index.json").exists():
+            child([*given, "--part", "build"])
+        found = {}
+        for engine in ENGINES:
+            found[engine] = child([*given, "--part", engine])
+            print(f"{name} {engine} {json.dumps(found[engine])}", flush=True)
         for engine, drift in child([*given, "--part", "replay"]).items():
             found[engine] |= drift
         print(f"\n{name}, {'all weights' if options.full else 'LoRA'}\n\n{table(found)}", flush=True)

@@ -45,3 +45,16 @@ def test_two_steps_through_servers(name, tmp_path, monkeypatch):
         for key in ("critic/rewards/mean", "actor/grad_norm"):
             assert mine[step][key] == pytest.approx(theirs[step][key], rel=1e-2), (step, key)
         assert mine[step].get("actor/rollout_ratio_max_dev", 0) < 1e-5
+
+
+def test_two_steps_in_the_training_worker(tmp_path, monkeypatch):
+    """Beside training, with a copy of the model that each update reaches; validation draws with the same weights."""
+    name, validated = "QwenImagePipeline", ("trainer.test_freq=1", "trainer.val_before_train=true")
+    Run(asked(tmp_path, name, f"{A}rollout.name=vllm_omni", *validated), tmp_path).succeed()
+    (tmp_path / "embedded").mkdir()
+    run_here(asked(tmp_path / "embedded", name, *validated), tmp_path / "embedded", monkeypatch)
+    mine, theirs = metrics(tmp_path / "run"), metrics(tmp_path / "embedded/run")
+    for step in (1, 2):
+        for key in ("critic/rewards/mean", "actor/grad_norm", *(key for key in theirs[step] if key.startswith("val-"))):
+            assert mine[step][key] == pytest.approx(theirs[step][key], rel=1e-2), (step, key)
+        assert mine[step]["actor/rollout_ratio_max_dev"] < 1e-5

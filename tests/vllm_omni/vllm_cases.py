@@ -18,7 +18,7 @@ def vllm_rollout(model_config: DiffusionModelConfig, max_num_seqs: int = 3) -> A
     from verl_omni.workers.rollout.vllm_rollout.engine import VllmOmniRollout
 
     config = DiffusionRolloutConfig(name="vllm_omni", max_num_seqs=max_num_seqs, cfg_in_one_forward=False)
-    return VllmOmniRollout(config, model_config, torch.float32)
+    return VllmOmniRollout(config, model_config, torch.float32, compiled=False)
 
 
 def ask(

@@ -34,6 +34,7 @@ from verl_omni.workers.first_ratio import ROLLOUT_RATIO, ROLLOUT_RATIO_MEAN, che
 from verl_omni.workers.losses import build_loss_function
 from verl_omni.workers.old_log_probs import OldLogProbs, choose_old_log_probs
 from verl_omni.workers.process_group import join_process_group
+from verl_omni.workers.rollout import engine_class as rollout_class
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.trajectories import TrajectoryStore, ship
 from verl_omni.workers.rollout.weights import StoredWeights, store_in_buckets
@@ -82,37 +83,26 @@ class DiffusionWorker(Worker):
             self.engine.keep_old()
         if self.actor_config.ema_decay:
             self.engine.keep_ema(self.actor_config.ema_decay)
-        embedded = self.config.actor_rollout_ref.hybrid_engine and self.rollout_config.name == "diffusers"
-        if self.config.algorithm.sample_source == "online" and embedded:
-            from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
-
-            self.rollout = DiffusersRollout(
-                self.rollout_config,
-                self.model_config,
-                self.engine.module,
-                self.engine.device,
-                self.engine.dtype,
-                autocast=self.engine.autocast,
-                **self.rollout_config.engine_kwargs,
+        if self.config.algorithm.sample_source == "online" and self.config.actor_rollout_ref.hybrid_engine:
+            self.rollout = rollout_class(self.rollout_config.name).beside(
+                self.engine, self.rollout_config, self.model_config
             )
 
     # ---- rollout -------------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start_rollout(self, policy: str = "current", version: int = 0) -> None:
-        """Gather the weights of one policy on every rank, ready for `generate`; `version` names them."""
+        """Have the weights of one policy ready for `generate` on every rank; `version` names them."""
         self.rollout.begin()
-        self.rollout.version = version
         scope = contextlib.ExitStack()
-        scope.enter_context(self.engine.eval_mode())
-        scope.enter_context(self.engine.policy(policy))
-        scope.enter_context(self.engine.whole())
+        scope.enter_context(self.rollout.with_policy(self.engine, policy, version))
         self._rollout_scope = scope
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def stop_rollout(self) -> None:
         self._rollout_scope.close()
-        self._count_flops("gen")
+        if not self.rollout.has_a_copy:
+            self._count_flops("gen")
 
     async def generate(
         self,

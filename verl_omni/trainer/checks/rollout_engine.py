@@ -12,8 +12,11 @@ def check_rollout_engine(settings: DiffusionTrainerConfig) -> None:
         return
     if not installed():
         raise ValueError(f"{NAME}: vllm-omni is not installed here: type {INSTALL}, or choose diffusers")
-    if arr.hybrid_engine:
-        raise ValueError(f"{NAME} draws in processes of its own: set {ARR}.hybrid_engine=false, or choose diffusers")
+    if arr.hybrid_engine and (ranks := settings.trainer.nnodes * settings.trainer.n_gpus_per_node) > 1:
+        raise ValueError(
+            f"{NAME} in the training workers is for one of them, and there are {ranks} (trainer.nnodes * "
+            f"n_gpus_per_node): set {ARR}.hybrid_engine=false for servers, or choose diffusers"
+        )
     VllmOmniPipelineBase.check(arr.model.architecture)
     for name in ("compile_vae", "encoder_offload"):
         if getattr(arr.rollout, name) is not None:

@@ -1,5 +1,6 @@
 """A rollout engine that draws one batch after another: requests share forwards, and weights change between batches."""
 
+import contextlib
 import threading
 from abc import abstractmethod
 from collections.abc import Iterable
@@ -7,13 +8,34 @@ from typing import Any
 
 import torch
 
-from verl_omni.config import DiffusionRolloutConfig
+from verl_omni.config import DiffusionModelConfig, DiffusionRolloutConfig
 from verl_omni.pipelines.drawing import Request, Sample
 from verl_omni.utils.batcher import Batcher
+from verl_omni.workers.engine.base import DiffusionEngine
 from verl_omni.workers.rollout.base import RolloutEngine, RolloutOutput
 
 
 class BatchedRollout(RolloutEngine):
+    #: in a training worker: whether it draws with weights of its own, not with the ones that are trained
+    has_a_copy: bool = False
+
+    @classmethod
+    @abstractmethod
+    def beside(
+        cls, training: DiffusionEngine, config: DiffusionRolloutConfig, model_config: DiffusionModelConfig
+    ) -> "BatchedRollout":
+        """The engine in the worker that trains."""
+
+    @abstractmethod
+    def with_policy(
+        self, training: DiffusionEngine, policy: str, version: int
+    ) -> contextlib.AbstractContextManager[None]:
+        """While it lasts, an engine beside training draws with that policy's weights."""
+
+    def take_seconds(self) -> dict[str, float]:
+        """Time spent in each phase since the last call, where the engine counts it."""
+        return {}
+
     def __init__(self, config: DiffusionRolloutConfig):
         self.config = config
         self.batcher = Batcher(self.run_batch, config.max_num_seqs, config.request_batch_max_wait_ms / 1000)

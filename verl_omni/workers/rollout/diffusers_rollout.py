@@ -7,7 +7,7 @@ own.
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -16,6 +16,7 @@ from verl_omni.perf.memory import names_memory_knobs
 from verl_omni.pipelines.drawing import Drawer, Request, equal_parts
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.single_frame_vae import speed_up_single_frames
+from verl_omni.workers.engine.base import DiffusionEngine
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.batched import BatchedRollout, answer
 from verl_omni.workers.rollout.encoders import Encoders
@@ -53,6 +54,27 @@ class DiffusersRollout(Drawer, BatchedRollout):
         encoders = [m for m in modules if m is not pipe.vae]
         self.encoders = Encoders(encoders, device, False if device.type == "cpu" else config.encoder_offload)
         self.seconds: dict[str, float] = {}
+
+    @classmethod
+    def beside(
+        cls, training: DiffusionEngine, config: DiffusionRolloutConfig, model_config: DiffusionModelConfig
+    ) -> "DiffusersRollout":
+        """On the module that is trained: there is nothing to synchronise."""
+        return cls(
+            config,
+            model_config,
+            training.module,
+            training.device,
+            training.dtype,
+            autocast=training.autocast,
+            **config.engine_kwargs,
+        )
+
+    @contextlib.contextmanager
+    def with_policy(self, training: DiffusionEngine, policy: str, version: int) -> Iterator[None]:
+        self.version = version
+        with training.eval_mode(), training.policy(policy), training.whole():
+            yield
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         load_trained(self.module, weights)

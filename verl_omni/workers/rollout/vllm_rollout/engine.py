@@ -1,8 +1,9 @@
 """The rollout engine on vLLM-Omni: its pipeline and kernels, our denoising loop. One device, in this process."""
 
+import contextlib
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from verl_omni.config import DiffusionModelConfig, DiffusionRolloutConfig
 from verl_omni.perf.memory import names_memory_knobs
 from verl_omni.pipelines.drawing import Drawer, Request, equal_parts
 from verl_omni.pipelines.vllm_omni import VllmOmniPipelineBase
+from verl_omni.workers.engine.base import DiffusionEngine
 from verl_omni.workers.engine.module import autocast
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.batched import BatchedRollout, answer
@@ -22,16 +24,19 @@ LOGGING = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.st
 
 
 class VllmOmniRollout(BatchedRollout):
+    has_a_copy = True
+
     def __init__(
         self,
         config: DiffusionRolloutConfig,
         model_config: DiffusionModelConfig,
         dtype: torch.dtype,
+        compiled: bool,
         prompt_cache_size: int = 4096,
         decode_batch_size: int = 16,
     ):
         super().__init__(config)
-        self.engine = build_engine(config, model_config, dtype)
+        self.engine = build_engine(config, model_config, dtype, compiled)
         pipeline = self.engine.pipeline
         self.drawer = pipeline.drawer = Drawer(
             model_config,
@@ -46,6 +51,37 @@ class VllmOmniRollout(BatchedRollout):
         if config.vae_tiling:
             pipeline.vae.enable_tiling()
         self.weights = TrainedWeights(pipeline, model_config)
+        self._held: tuple[str, int] | None = None  # policy and version, of an engine beside training
+
+    @classmethod
+    def beside(
+        cls, training: DiffusionEngine, config: DiffusionRolloutConfig, model_config: DiffusionModelConfig
+    ) -> "VllmOmniRollout":
+        """With a copy of the model, which leaves the device while others compute."""
+        rollout = cls(config, model_config, training.dtype, training.compiled, **config.engine_kwargs)
+        rollout.sleep()
+        return rollout
+
+    @contextlib.contextmanager
+    def with_policy(self, training: DiffusionEngine, policy: str, version: int) -> Iterator[None]:
+        self.wake()
+        try:
+            if self._held != (policy, version):
+                with training.eval_mode(), training.policy(policy):
+                    self.update_weights(training.get_per_tensor_param()[0], version)
+                self._held = (policy, version)
+            yield
+        finally:
+            self.sleep()
+
+    def sleep(self) -> None:
+        """The model waits in the CPU's memory. Where it is there anyway, nothing moves."""
+        self.engine.pipeline.to("cpu")
+        if self.engine.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        self.engine.pipeline.to(self.engine.device)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self.weights.load(weights)
@@ -63,7 +99,9 @@ class VllmOmniRollout(BatchedRollout):
         self.engine.close()
 
 
-def build_engine(config: DiffusionRolloutConfig, model_config: DiffusionModelConfig, dtype: torch.dtype) -> Any:
+def build_engine(
+    config: DiffusionRolloutConfig, model_config: DiffusionModelConfig, dtype: torch.dtype, compiled: bool
+) -> Any:
     """vLLM-Omni's engine with our pipeline in it, and the weights of the model's folder."""
     for name, value in LOGGING.items():  # read on import
         os.environ.setdefault(name, value)
@@ -80,7 +118,7 @@ def build_engine(config: DiffusionRolloutConfig, model_config: DiffusionModelCon
         model=os.path.expanduser(model_config.path),
         dtype=dtype,
         max_num_seqs=config.max_num_seqs,
-        enforce_eager=True,
+        enforce_eager=not compiled,
         distributed_executor_backend=InProcessExecutor,
         custom_pipeline_args={"pipeline_class": pipeline},
     )
