@@ -75,7 +75,11 @@ TABLE = [
         images=[[picture(8, 8, 0)], [picture(4, 8, 1), picture(8, 8, 2)], [picture(8, 8, 3)]],
     ),
     Architecture("StableDiffusion3Pipeline", **GUIDANCE),
-    Architecture("FluxPipeline", guided={"true_cfg_scale": 3.0, "guidance_scale": 2.0}, plain={"guidance_scale": 3.0}),
+    Architecture(
+        "FluxPipeline",
+        guided={"true_cfg_scale": 3.0, "guidance_scale": 2.0},
+        plain={"true_cfg_scale": 1.0, "guidance_scale": 3.0},
+    ),
     # FLUX.2 dev has guidance as an input only, and neither pipeline takes a negative prompt: klein's is empty.
     Architecture("Flux2Pipeline", guided={"guidance_scale": 2.0}, plain={"guidance_scale": 4.0}, negative=""),
     Architecture("Flux2KleinPipeline", **GUIDANCE, negative=""),

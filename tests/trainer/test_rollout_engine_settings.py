@@ -59,5 +59,5 @@ def test_without_the_package_it_is_said_what_to_install(monkeypatch):
 
 
 def test_a_model_without_an_adapter_names_those_that_have_one(there):
-    line = one_line(model="FluxPipeline")
-    assert "no vLLM-Omni rollout adapter is registered for FluxPipeline, only for QwenImagePipeline" in line
+    line = one_line(model="QwenImageEditPlusPipeline")
+    assert "no vLLM-Omni rollout adapter is registered for QwenImageEditPlusPipeline, only for Flux2KleinPipe" in line

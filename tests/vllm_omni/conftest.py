@@ -5,7 +5,10 @@ import torch.distributed as dist
 
 from verl_omni.pipelines.vllm_omni import installed
 
-NAMES = ("QwenImagePipeline", "StableDiffusion3Pipeline", "ZImagePipeline", "WanPipeline", "WanPipeline-2.2")
+NAMES = (
+    "QwenImagePipeline", "StableDiffusion3Pipeline", "FluxPipeline", "Flux2KleinPipeline", "ZImagePipeline",
+    "WanPipeline", "WanPipeline-2.2",
+)  # fmt: skip
 
 if not installed():  # test_installed.py says so
     collect_ignore_glob = ["test_[!i]*.py"]

@@ -8,6 +8,8 @@ from vllm_omni.diffusion.models.qwen_image import QwenImagePipeline
 from verl_omni.pipelines.model_base import VllmOmniPipelineBase
 
 ADAPTERS = {
+    "flux": ("FluxPipeline", "FluxPipelineWithLogProb"),
+    "flux2": ("Flux2KleinPipeline", "Flux2KleinPipelineWithLogProb"),
     "qwen_image": ("QwenImagePipeline", "QwenImagePipelineWithLogProb"),
     "sd3": ("StableDiffusion3Pipeline", "StableDiffusion3PipelineWithLogProb"),
     "wan": ("WanPipeline", "WanPipelineWithLogProb"),

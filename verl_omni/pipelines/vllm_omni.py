@@ -19,6 +19,8 @@ INSTALL = "make vllm-omni (a CPU), or pip install 'verl-omni[vllm-omni]' in an e
 
 # Built-in adapters, imported when their architecture is first asked for.
 _BUILTIN: dict[str, str] = {
+    "Flux2KleinPipeline": "verl_omni.pipelines.flux2.vllm_omni_rollout_adapter",
+    "FluxPipeline": "verl_omni.pipelines.flux.vllm_omni_rollout_adapter",
     "QwenImagePipeline": "verl_omni.pipelines.qwen_image.vllm_omni_rollout_adapter",
     "StableDiffusion3Pipeline": "verl_omni.pipelines.sd3.vllm_omni_rollout_adapter",
     "WanPipeline": "verl_omni.pipelines.wan.vllm_omni_rollout_adapter",

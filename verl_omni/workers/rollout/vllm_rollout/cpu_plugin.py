@@ -24,8 +24,9 @@ def prepare() -> None:
     from vllm_omni.diffusion.attention.backends.sdpa import SDPAImpl
 
     SDPAImpl.forward = SDPAImpl.forward_cuda  # it asks which accelerator there is; this is torch's own function
-    if not hasattr(torch.ops._C, "silu_and_mul"):  # a build of vLLM without kernels; its CPU layer never calls this one
-        _DECLARED.define("silu_and_mul(Tensor! result, Tensor input) -> ()")
+    for name in ("silu_and_mul", "gelu_new"):  # a build of vLLM without kernels; its CPU layers never call these
+        if not hasattr(torch.ops._C, name):
+            _DECLARED.define(f"{name}(Tensor! result, Tensor input) -> ()")
 
 
 def alone() -> bool:
