@@ -132,8 +132,6 @@ def draw(name: str, engine_name: str, folder: Path, full: bool) -> dict[str, flo
         _wait(on_gpu)
         found[step] = time.perf_counter() - start
     found["images_per_second"] = images / found["draw"]
-    if on_gpu:
-        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     kept = [output.trajectory | output.conditions for output in outputs]
     columns = {key: torch.stack([row[key].cpu().contiguous() for row in kept]) for key in kept[0]}
     save_file(columns, folder / f"{engine_name}.safetensors")
@@ -194,7 +192,6 @@ def table(found: dict[str, dict[str, float]]) -> str:
         "weights, s": ("weights", "{:.2f}"),
         "first weights, s": ("first_weights", "{:.1f}"),
         "start, s": ("start", "{:.0f}"),
-        "peak, GiB": ("peak_gib", "{:.1f}"),
         "log-prob off, mean": ("drift_mean", "{:.1e}"),
         "ratio off 1, mean": ("ratio_mean_dev", "{:.1e}"),
         "ratio off 1, most": ("ratio_max_dev", "{:.1e}"),

@@ -1,5 +1,8 @@
 """actor_rollout_ref.rollout.name=vllm_omni: what it cannot do is one line, before a worker starts."""
 
+import json
+import shutil
+
 import pytest
 from e2e_runs import settings
 from tiny_models import tiny_checkpoint
@@ -7,6 +10,7 @@ from tiny_models import tiny_checkpoint
 from verl_omni.pipelines import vllm_omni
 from verl_omni.testing.local_trainer import local_config
 from verl_omni.trainer.checks import rollout_engine
+from verl_omni.utils.json_files import read_object
 
 A = "actor_rollout_ref."
 SERVER = [f"{A}rollout.name=vllm_omni", f"{A}hybrid_engine=false"]
@@ -18,6 +22,10 @@ CASES = {
     "compiled VAE": ([f"{A}rollout.compile_vae=false"], "rollout.compile_vae is for the diffusers engine"),
     "encoders": ([f"{A}rollout.encoder_offload=true"], "rollout.encoder_offload is for the diffusers engine"),
     "random weights": ([f"{A}model.load_format=dummy"], "model.load_format=dummy: vLLM-Omni reads the model's folder"),
+    "folded LoRA": (
+        [f"{A}hybrid_engine=true", f"{A}model.lora_rank=4", f"{A}actor.fsdp_config.fold_lora=true"],
+        "fold_lora=true does nothing with actor_rollout_ref.rollout.name=vllm_omni",
+    ),
     "engine argument": ([f"+{A}rollout.engine_kwargs.decode_batch=1"], 'did you mean "decode_batch_size"'),
 }
 
@@ -56,6 +64,14 @@ def test_without_the_package_it_is_said_what_to_install(monkeypatch):
     monkeypatch.setattr(rollout_engine, "installed", lambda: False)
     line = one_line()
     assert "vllm-omni is not installed here: type make vllm-omni" in line and "or choose diffusers" in line
+
+
+def test_stable_diffusion_without_t5_is_refused(there, tmp_path):
+    folder = shutil.copytree(tiny_checkpoint("StableDiffusion3Pipeline"), tmp_path / "model")
+    checked(model="StableDiffusion3Pipeline")
+    index = read_object(folder / "model_index.json") | {"text_encoder_3": [None, None], "tokenizer_3": [None, None]}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    assert "Stable Diffusion 3 needs T5" in one_line(f"{A}model.path={folder}")
 
 
 def test_a_model_without_an_adapter_names_those_that_have_one(there):

@@ -96,7 +96,7 @@ class AgentConfig:
 class DiffusionRolloutConfig:
     name: str = knob(
         "diffusers",
-        "rollout engine: diffusers (on the actor's own weights, or servers), vllm_omni (servers: hybrid_engine=false)",
+        "rollout engine: diffusers (on the actor's own weights, or in servers), vllm_omni (a copy, or in servers)",
         choices=("diffusers", "vllm_omni"),
     )
     n_gpus_per_node: int | None = knob(

@@ -144,9 +144,11 @@ class DiffusionWorker(Worker):
     @names_memory_knobs("old log-probabilities")
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Log-probabilities of the stored steps under the policy as it is now, and means if the loss asks for them."""
+        batch = self._batch(data)
+        batch.pop("uncond_velocity", None)  # the rollout's: what is asked for is how training sees its steps
         # The update compares with these: in the kernels of its own graph, where others would round differently.
         with self.engine.eval_mode():
-            output = self.engine.infer_batch(self._batch(data), training_graph=not self.engine.rounds_like_rollout)
+            output = self.engine.infer_batch(batch, training_graph=not self.engine.rounds_like_rollout)
         output = output["model_output"]
         self._count_flops("old_log_prob")
         found = {"old_log_probs": output["log_probs"]}
@@ -204,8 +206,8 @@ class DiffusionWorker(Worker):
                 for i, mini in enumerate(minis):
                     first = epoch == 0 and i == 0
                     self.loss_function.on_policy, self.loss_function.compares_rollout = first and own, first
-                    if stale or not first:
-                        mini.pop("uncond_velocity", None)  # the weights have moved
+                    if stale or not first or (old is not None and old.source == "recompute"):
+                        mini.pop("uncond_velocity", None)  # the weights have moved, or old ones are without it
                     check = self._check_first_ratio if first and not stale else None
                     history.append(self.engine.train_batch(mini, self.loss_function, check)["metrics"])
         apart = {f"actor/{k}": history[0].pop(k) for k in (ROLLOUT_RATIO, ROLLOUT_RATIO_MEAN) if k in history[0]}
@@ -250,24 +252,29 @@ class DiffusionWorker(Worker):
         """What this update compares with, said once and whenever it changes; None for a loss that has no use for it."""
         if "log_probs" not in self.loss_function.loss_fn.required_model_output_keys:
             return None
-        setting, same_software = self.actor_config.old_log_probs, self.rollout_config.name == "diffusers"
-        same_arithmetic = self.engine.rounds_like_rollout and same_software
-        chosen = choose_old_log_probs(setting, same_arithmetic, same_weights=not stale)
+        same_arithmetic = self.engine.rounds_like_rollout and self._same_software
+        chosen = choose_old_log_probs(self.actor_config.old_log_probs, same_arithmetic, same_weights=not stale)
         if chosen != self.old_log_probs and dist.get_rank() == 0:
             print(f"Old log-probabilities: {chosen.source} ({chosen.why}).", file=sys.stderr, flush=True)  # to run.log
         self.old_log_probs = chosen
         return chosen
 
+    @property
+    def _same_software(self) -> bool:
+        """Whether samples are drawn by the module that is trained, or by one like it."""
+        return self.rollout_config.name == "diffusers"
+
     def _check_first_ratio(self, metrics: dict[str, float]) -> None:
         """Where another policy than the trained one samples, nothing is known about the ratio."""
         if get_algorithm(self.model_config.algorithm).rollout_policy == "current":
-            others = not self.engine.rounds_like_rollout
+            others = not (self.engine.rounds_like_rollout and self._same_software)
             check_first_ratio(metrics, self.actor_config.first_ratio_tolerance, other_kernels=others)
 
     def _recompute_old(self, minis: list[dict[str, torch.Tensor]]) -> None:
         """Before the first update: what later optimizer steps compare with."""
         for mini in minis:
-            every_step = {k: v for k, v in mini.items() if k not in ("train_steps", "share")}
+            # Nor the rollout's unconditional half: by then it is computed anew, and the ratio is to begin at 1.
+            every_step = {k: v for k, v in mini.items() if k not in ("train_steps", "share", "uncond_velocity")}
             output = self.engine.infer_batch(every_step, training_graph=True)["model_output"]
             steps = mini["all_timesteps"].shape
             mini["old_log_probs"] = output["log_probs"].unflatten(0, steps)

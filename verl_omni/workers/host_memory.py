@@ -1,5 +1,6 @@
 """Weights that leave the device for a while, and come back to it."""
 
+import functools
 from collections.abc import Hashable, Iterable
 
 import torch
@@ -29,9 +30,11 @@ class HostMemory:
         self._places: dict[Hashable, torch.Tensor] = {}
 
     @torch.no_grad()
-    def take(self, modules: Iterable[torch.nn.Module]) -> None:
+    def take(self, modules: Iterable[torch.nn.Module], overwritten: bool = False) -> None:
+        """`overwritten`: others write into the weights, whether they have a gradient or not."""
         for module in modules:
-            module._apply(self._taken)  # as `module.to` does, which FSDP knows about
+            # as `module.to` does, which FSDP knows about
+            module._apply(functools.partial(self._taken, overwritten=overwritten))
         self._settle()
 
     @torch.no_grad()
@@ -42,9 +45,9 @@ class HostMemory:
                     state[name] = self._place((id(parameter), name), value, changes=True)
         self._settle()
 
-    def _taken(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _taken(self, tensor: torch.Tensor, overwritten: bool) -> torch.Tensor:
         if isinstance(tensor, torch.nn.Parameter):
-            return self._place(id(tensor), tensor, changes=tensor.requires_grad)
+            return self._place(id(tensor), tensor, changes=tensor.requires_grad or overwritten)
         return tensor.cpu()
 
     def _place(self, key: Hashable, tensor: torch.Tensor, changes: bool) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """What a rollout engine cannot do, said before it is started."""
 
 from verl_omni.config.schema import DiffusionTrainerConfig
+from verl_omni.pipelines.utils import read_index
 from verl_omni.pipelines.vllm_omni import INSTALL, VllmOmniPipelineBase, installed
 
 ARR, NAME = "actor_rollout_ref", "actor_rollout_ref.rollout.name=vllm_omni"
@@ -18,6 +19,12 @@ def check_rollout_engine(settings: DiffusionTrainerConfig) -> None:
             f"n_gpus_per_node): set {ARR}.hybrid_engine=false for servers, or choose diffusers"
         )
     VllmOmniPipelineBase.check(arr.model.architecture)
+    if arr.model.architecture == "StableDiffusion3Pipeline":
+        if (read_index(arr.model.path).get("text_encoder_3") or [None])[0] is None:
+            raise ValueError(
+                f"{NAME}: vLLM-Omni's Stable Diffusion 3 needs T5, and {arr.model.path} has none (text_encoder_3); "
+                "choose diffusers"
+            )
     for name in ("compile_vae", "encoder_offload"):
         if getattr(arr.rollout, name) is not None:
             raise ValueError(f"{ARR}.rollout.{name} is for the diffusers engine and does nothing with {NAME}")

@@ -35,7 +35,11 @@ def check_workers(settings: DiffusionTrainerConfig) -> None:
             f"{FSDP}.fsdp_size={size} does not divide the {ranks} ranks (trainer.nnodes * n_gpus_per_node)"
         )
     idle = {
-        "fold_lora": {"without LoRA (model.lora_rank=0)": arr.model.lora_rank == 0, "beside rollout servers": servers},
+        "fold_lora": {
+            "without LoRA (model.lora_rank=0)": arr.model.lora_rank == 0,
+            "beside rollout servers": servers,
+            "with actor_rollout_ref.rollout.name=vllm_omni": arr.rollout.name == "vllm_omni",
+        },
         "compile_ahead": {},
     }
     for name, reasons in idle.items():

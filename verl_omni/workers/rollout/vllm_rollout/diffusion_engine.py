@@ -29,8 +29,10 @@ class DrawingEngine(DiffusionEngine):
 
     def draw(self, requests: list[Request]) -> list[Sample]:
         """All of them in one batch, or an error: a smaller one would be slow without a word."""
-        names = [self.scheduler.add_request(wrapped(request, i)) for i, request in enumerate(requests)]
+        names: list[str] = []
         try:
+            for i, request in enumerate(requests):
+                names.append(self.scheduler.add_request(wrapped(request, i)))
             scheduled = self.scheduler.schedule()
             if scheduled.scheduled_request_ids != names:
                 raise RuntimeError(f"vLLM-Omni batches {scheduled.num_scheduled_reqs} of {len(names)} requests")

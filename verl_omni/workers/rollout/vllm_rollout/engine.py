@@ -15,6 +15,7 @@ from verl_omni.pipelines.drawing import Drawer, Request, equal_parts
 from verl_omni.pipelines.vllm_omni import VllmOmniPipelineBase
 from verl_omni.workers.engine.base import DiffusionEngine
 from verl_omni.workers.engine.module import autocast
+from verl_omni.workers.host_memory import HostMemory, bring
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.batched import BatchedRollout, answer
 from verl_omni.workers.rollout.vllm_rollout.loading import TrainedWeights
@@ -38,6 +39,8 @@ class VllmOmniRollout(BatchedRollout):
         super().__init__(config)
         self.engine = build_engine(config, model_config, dtype, compiled)
         pipeline = self.engine.pipeline
+        for name in pipeline._encoder_modules:
+            cast_parameters(getattr(pipeline, name), dtype)
         self.drawer = pipeline.drawer = Drawer(
             model_config,
             pipeline,
@@ -51,14 +54,19 @@ class VllmOmniRollout(BatchedRollout):
         if config.vae_tiling:
             pipeline.vae.enable_tiling()
         self.weights = TrainedWeights(pipeline, model_config)
-        self._held: tuple[str, int] | None = None  # policy and version, of an engine beside training
+        # Of an engine beside training: the policy and version that it has, and where it waits.
+        self._held: tuple[str, int] | None = None
+        self._host = HostMemory()
 
     @classmethod
     def beside(
         cls, training: DiffusionEngine, config: DiffusionRolloutConfig, model_config: DiffusionModelConfig
     ) -> "VllmOmniRollout":
-        """With a copy of the model, which leaves the device while others compute."""
-        rollout = cls(config, model_config, training.dtype, training.compiled, **config.engine_kwargs)
+        """With a copy of the model, which leaves the device while others compute.
+
+        Its blocks are not compiled: what training allows the compiler in this process is meant for its own.
+        """
+        rollout = cls(config, model_config, training.dtype, compiled=False, **config.engine_kwargs)
         rollout.sleep()
         return rollout
 
@@ -67,6 +75,7 @@ class VllmOmniRollout(BatchedRollout):
         self.wake()
         try:
             if self._held != (policy, version):
+                self._held = None  # neither, where it fails halfway
                 with training.eval_mode(), training.policy(policy):
                     self.update_weights(training.get_per_tensor_param()[0], version)
                 self._held = (policy, version)
@@ -76,12 +85,14 @@ class VllmOmniRollout(BatchedRollout):
 
     def sleep(self) -> None:
         """The model waits in the CPU's memory. Where it is there anyway, nothing moves."""
-        self.engine.pipeline.to("cpu")
-        if self.engine.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if self.engine.device.type != "cpu":
+            drawn_with = [getattr(self.engine.pipeline, part) for part in self.weights.folder]
+            self._host.take(drawn_with, overwritten=True)
+            self._host.take(m for m in self.engine.pipeline.children() if m not in drawn_with)
 
     def wake(self) -> None:
-        self.engine.pipeline.to(self.engine.device)
+        if self.engine.device.type != "cpu":
+            bring([self.engine.pipeline], self.engine.device)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self.weights.load(weights)
@@ -97,6 +108,12 @@ class VllmOmniRollout(BatchedRollout):
     def stop(self) -> None:
         super().stop()
         self.engine.close()
+
+
+def cast_parameters(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Some pipelines load encoders as the folder stores them. Buffers, such as frequencies, stay as they are."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def build_engine(

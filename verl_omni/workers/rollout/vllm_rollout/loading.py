@@ -59,7 +59,9 @@ class TrainedWeights:
                 halves = waiting.pop(layer)
                 part, _, own = layer.partition(".")
                 frozen = self.folder[part].read(f"{own}.weight").to(self.device).float()
-                yield f"{layer}.weight", frozen.add_(halves["lora_B"] @ halves["lora_A"], alpha=scaling)
+                # Flat, for convolutions have adapters too.
+                added = (halves["lora_B"].flatten(1) @ halves["lora_A"].flatten(1)).view_as(frozen)
+                yield f"{layer}.weight", frozen.add_(added, alpha=scaling)
 
     def _known(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         """Those that vLLM-Omni is known to take; others are tried one by one, here."""
