@@ -36,7 +36,9 @@ def test_the_table_has_every_scorer_with_its_settings():
 
 def test_the_lists_of_rewards_can_be_read():
     shown = re.findall(r"'reward\.scorers=(\[.*\])'", PAGE)
-    assert [list(read_choices(yaml.safe_load(one))) for one in shown] == [["ocr", "pickscore"], ["pickscore"]]
+    assert [list(read_choices(yaml.safe_load(one))) for one in shown] == [
+        ["vlm_judge"], ["ocr", "pickscore"], ["pickscore"],
+    ]  # fmt: skip
 
 
 def test_the_reward_of_ones_own():

@@ -87,6 +87,7 @@ def config(data: Path, *overrides: str):
 
 
 A = "actor_rollout_ref."
+JUDGE = ["reward.reward_model.enable=true", "reward.reward_model.model_path=/m", "reward.scorers=[{name: vlm_judge}]"]
 CASES = {
     # files
     "no model": (["actor_rollout_ref.model.path=null"], "actor_rollout_ref.model.path is not set"),
@@ -172,6 +173,14 @@ CASES = {
     "weights of steps": (["algorithm.rollout_correction.rollout_is=step"], "set actor_rollout_ref.hybrid_engine=false"),
     "rejection": (["algorithm.rollout_correction.rollout_rs=step_k1"], "rollout_rs=step_k1 has no effect with"),
     "judge without a model": (["reward.reward_model.enable=true"], "needs reward.reward_model.model_path=<the judge's"),
+    "judge without GPUs in its pool": (
+        [*JUDGE, "reward.reward_model.enable_resource_pool=true"],
+        "say how many, reward.reward_model.n_gpus_per_node=1",
+    ),
+    "judge that would wait for a GPU": (
+        [*JUDGE, "reward.reward_model.enable_resource_pool=true", "reward.reward_model.n_gpus_per_node=1"],
+        "there is no GPU here (trainer.device=cpu)",
+    ),
     "judge that nobody asks": (
         ["reward.reward_model.enable=true", "reward.reward_model.model_path=/m"],
         "starts a judge that nobody asks",

@@ -26,6 +26,12 @@ KNOBS = {
         OPTIMIZER,
         f"set {ROLLOUT}.vae_tiling=true",
     ],
+    "rollout with vLLM-Omni": [
+        f"lower {ROLLOUT}.max_num_seqs",
+        f"set {ROLLOUT}.cfg_in_one_forward=false",
+        OPTIMIZER,
+        f"set {ROLLOUT}.vae_tiling=true",
+    ],
     "reference pass": [f"lower {REF}.log_prob_micro_batch_size_per_gpu", ENCODERS, OPTIMIZER, REFERENCE],
     "old log-probabilities": [f"lower {ACTOR}.ppo_micro_batch_size_per_gpu", ENCODERS, OPTIMIZER],
     "update": [

@@ -118,7 +118,9 @@ def _answers(url: str) -> bool:
 
 def start_judges(config: RewardModelConfig, run_dir: str) -> tuple[list[Any], str]:
     """(the servers, one on each of `nnodes` with `n_gpus_per_node` devices; their addresses, separated by commas)."""
-    server = ray.remote(JudgeServer).options(num_cpus=0, num_gpus=config.n_gpus_per_node)
+    server = ray.remote(JudgeServer).options(
+        num_cpus=0, num_gpus=config.n_gpus_per_node, scheduling_strategy="SPREAD"
+    )
     log = os.path.join(os.path.abspath(os.path.expanduser(run_dir)), LOG)
     servers = [
         server.remote(config.command, config.model_path, config.n_gpus_per_node, log.format(number=i))

@@ -131,6 +131,16 @@ def check_judge(served: DictConfig, device: str) -> None:
     """It has a model, and devices where there are any."""
     if not served.model_path:
         raise ValueError("reward.reward_model.enable=true needs reward.reward_model.model_path=<the judge's folder>")
+    if served.enable_resource_pool and not served.n_gpus_per_node:
+        raise ValueError(
+            "reward.reward_model.enable_resource_pool=true gives the judge GPUs of its own: say how many, "
+            "reward.reward_model.n_gpus_per_node=1"
+        )
+    if device != "cuda" and served.n_gpus_per_node:
+        raise ValueError(
+            f"reward.reward_model.n_gpus_per_node={served.n_gpus_per_node}: there is no GPU here "
+            f"(trainer.device={device}), and the judge would wait for one; leave it and enable_resource_pool out"
+        )
     if device == "cuda" and not (served.enable_resource_pool and served.n_gpus_per_node):
         raise ValueError(
             "reward.reward_model.enable=true: the judge does not share the training's GPUs; give it its own with "

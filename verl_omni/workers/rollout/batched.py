@@ -19,6 +19,12 @@ class BatchedRollout(RolloutEngine):
     #: in a training worker: whether it draws with weights of its own, not with the ones that are trained
     has_a_copy: bool = False
 
+    def __init__(self, config: DiffusionRolloutConfig):
+        self.config = config
+        self.batcher = Batcher(self.run_batch, config.max_num_seqs, config.request_batch_max_wait_ms / 1000)
+        self._running, self._paused, self._stopped = False, False, False
+        self._state = threading.Condition()
+
     @classmethod
     @abstractmethod
     def beside(
@@ -35,12 +41,6 @@ class BatchedRollout(RolloutEngine):
     def take_seconds(self) -> dict[str, float]:
         """Time spent in each phase since the last call, where the engine counts it."""
         return {}
-
-    def __init__(self, config: DiffusionRolloutConfig):
-        self.config = config
-        self.batcher = Batcher(self.run_batch, config.max_num_seqs, config.request_batch_max_wait_ms / 1000)
-        self._running, self._paused, self._stopped = False, False, False
-        self._state = threading.Condition()
 
     @abstractmethod
     def draw_batch(self, requests: list[Request]) -> list[RolloutOutput]:

@@ -97,7 +97,7 @@ class VllmOmniRollout(BatchedRollout):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self.weights.load(weights)
 
-    @names_memory_knobs("rollout")
+    @names_memory_knobs("rollout with vLLM-Omni")
     def draw_batch(self, requests: list[Request]) -> list[RolloutOutput]:
         return [answer(sample, self.version) for sample in self.engine.draw(requests)]
 
