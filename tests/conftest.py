@@ -1,6 +1,7 @@
 """Environment of every test. Set before torch, Ray or transformers are imported, and inherited by Ray's workers."""
 
 import os
+import random
 import sys
 from pathlib import Path
 
@@ -44,6 +45,15 @@ def pytest_collection_modifyitems(items):
     gone = [str(path) for path in places if not path.is_file()]
     assert not gone, f"tests/conftest.py names files that are not there: {gone}"
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """What is random in a test, and in what it sets up, does not depend on the tests before it."""
+    random.seed(0)
+    for name, seed in (("numpy", lambda numpy: numpy.random.seed(0)), ("torch", lambda torch: torch.manual_seed(0))):
+        if name in sys.modules:
+            seed(sys.modules[name])
 
 
 def pytest_configure(config):

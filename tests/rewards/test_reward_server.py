@@ -1,5 +1,6 @@
 """The server of scorers: its contract, its limits, its batches, and how it ends."""
 
+import asyncio
 import base64
 import io
 import json
@@ -19,6 +20,7 @@ from safetensors.numpy import save
 
 from verl_omni.rewards.serving.contract import Limits, Sample, decode, encode
 from verl_omni.rewards.serving.server import RewardServer
+from verl_omni.utils.batcher import Batcher
 
 
 def post(server: RewardServer, samples, scorer: str = "mean", **options) -> requests.Response:
@@ -191,13 +193,29 @@ def ask_one_by_one(server: RewardServer, truths: list[str]) -> list[requests.Res
         return list(pool.map(lambda t: post(server, [{"image": GOOD, "ground_truth": t}]), truths))
 
 
-def test_requests_share_batches():
+@pytest.fixture
+def queued(monkeypatch):
+    """What stands in the queues: a sample counts as waiting from before it is read, which is too early for a batch."""
+    found, submit = [], Batcher.submit
+
+    async def counted(self, item, *position):
+        answer = asyncio.ensure_future(submit(self, item, *position))
+        await asyncio.sleep(0)
+        found.append(item)
+        return await answer
+
+    monkeypatch.setattr(Batcher, "submit", counted)
+    return found
+
+
+def test_requests_share_batches(queued):
     gate = Gate()
     with serving({"mean": gate}, max_batch=4) as server, ThreadPoolExecutor(8) as pool:
         first = pool.submit(ask_one_by_one, server, ["first"])
         until(lambda: gate.calls == [["first"]])
         rest = pool.submit(ask_one_by_one, server, list("abcdef"))
-        until(lambda: metric(server, 'verl_omni_reward_waiting{scorer="mean"}') == 7)
+        until(lambda: len(queued) == 7)
+        assert metric(server, 'verl_omni_reward_waiting{scorer="mean"}') == 7
         gate.open.set()
         assert [a.json()["scores"][0]["truth"] for a in first.result() + rest.result()] == ["first", *"abcdef"]
         assert [len(call) for call in gate.calls] == [1, 4, 2]
@@ -250,7 +268,7 @@ FAULTS = {
 }
 
 
-def test_a_sample_that_fails_fails_alone():
+def test_a_sample_that_fails_fails_alone(queued):
     gate = Gate()
 
     def scorer(*batch):
@@ -262,7 +280,7 @@ def test_a_sample_that_fails_fails_alone():
         until(lambda: gate.calls)
         truths = ["a", *FAULTS, "numpy", "b"]
         rest = pool.submit(ask_one_by_one, server, truths)
-        until(lambda: metric(server, 'verl_omni_reward_waiting{scorer="mean"}') == 1 + len(truths))
+        until(lambda: len(queued) == 1 + len(truths))
         gate.open.set()
         assert first.result()[0].status_code == 200
         answers = dict(zip(truths, rest.result(), strict=True))

@@ -7,7 +7,11 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -83,14 +87,43 @@ def start_ray(config: DictConfig) -> None:
     if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         # One for each run, and in no file: Ray would write its own below HOME. Its processes inherit it.
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    check_memory()
     # Ray's switch for machines that are no part of a cluster. Its variable is read on import, which is too early.
-    clustered, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-    try:
-        check_memory()
+    with swapped(ray_constants, "ENABLE_RAY_CLUSTER", False), patient_start():
         # "local": whatever RAY_ADDRESS says, and whatever else runs here.
         ray.init(address="local", **ray_arguments(config))
+
+
+@contextmanager
+def patient_start(seconds: float = 180) -> Iterator[None]:
+    """Ray gives up on its own node after half a minute, which is too short for a busy machine or a slow disk."""
+    from ray._private import services
+
+    get_node = services.get_node
+
+    def wait_for_node(*arguments: str) -> dict:
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                return get_node(*arguments)
+            except RuntimeError:  # it has not registered yet
+                if time.monotonic() > end:
+                    raise
+            time.sleep(0.1)
+
+    with swapped(services, "get_node", wait_for_node):
+        yield
+
+
+@contextmanager
+def swapped(module: ModuleType, name: str, value: Any) -> Iterator[None]:
+    """Something else under a name of a module, for as long as it takes."""
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = clustered
+        setattr(module, name, before)
 
 
 def check_memory() -> None:
