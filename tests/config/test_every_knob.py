@@ -39,6 +39,7 @@ OWNERS = {
     f"{ARR}.actor.fsdp_config": {"engine_config", "shard.py:config", "module.py:config"},
     f"{ARR}.actor.checkpoint": {"checkpoint", "checkpoint_config"},
     f"{ARR}.rollout": {"rollout", "rollout_config", "diffusers_rollout.py:config", "batched.py:config"},
+    f"{ARR}.rollout.checkpoint_engine": {"checkpoint_engine", "channel.py:config"},
     f"{ARR}.rollout.pipeline": {"pipeline", "sampling_params", "adapter.py:size"},
     f"{ARR}.rollout.algo": {"algo"},
     f"{ARR}.rollout.val_kwargs": {"base_trainer.py:val"},

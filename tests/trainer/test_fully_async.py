@@ -69,7 +69,7 @@ class Trainer:
         self.timeline, self.gates = Timeline(), Gates()
         self.algorithm = SimpleNamespace(rollout_policy="current")
         self.rollouts = SimpleNamespace(
-            servers=list(range(servers)), publish=self._publish, ready=self._ready, all_hold=self._all_hold
+            servers=list(range(servers)), publish=self._publish, ready=self._ready, metrics=dict
         )
         self.agent_loop_manager = SimpleNamespace(start_groups=self._start_groups)
         self.held: dict[int, int] = {}
@@ -80,11 +80,8 @@ class Trainer:
         return Weights(policy, version, f"weights {version}")
 
     async def _ready(self, server, weights):
-        assert weights.stored == f"weights {weights.version}" or self.held[server] == weights.version
+        assert weights.stored == f"weights {weights.version}"
         self.held[server] = weights.version
-
-    def _all_hold(self, policy, version):
-        return set(self.held.values()) == {version} and len(self.held) == len(self.rollouts.servers)
 
     def requests(self, prompts, step, groups, learns):
         prompts.non_tensor_batch["uid"] = object_array([f"{step}-{group}" for group in groups])
@@ -223,16 +220,6 @@ def test_a_group_that_is_too_old_is_drawn_anew_or_kept(tmp_path, paces):
         assert uids(trainer).count("0-0") == drawn
         told = pace.metrics(DataProto.from_dict({"x": torch.zeros(1)}, {"version": object_array([4])}))
         assert told["queue/dropped"] == (choice == "drop") and told["queue/length"] == 0
-
-
-def test_weights_that_every_server_has_are_let_go(tmp_path, paces):
-    trainer = Trainer(tmp_path, max_staleness=2, servers=2)
-    pace = paces(trainer)
-    trainer.gates.close("draw 0-1")
-    start(asyncio.to_thread(pace.next))
-    until(lambda: len(trainer.held) == 2)
-    until(lambda: pace.weights.stored is None)
-    trainer.gates.open("draw 0-1")
 
 
 def test_before_a_validation_servers_finish_and_begin_nothing(tmp_path, paces):

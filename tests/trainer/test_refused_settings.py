@@ -20,6 +20,7 @@ from verl_omni.trainer.failures import users_mistake
 
 schema.register()
 ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+ENGINE = f"{ROLLOUT}.checkpoint_engine"
 ASYNC = ["trainer.mode=fully_async"]
 OFF, IS = ["trainer.mode=one_step_off"], "algorithm.rollout_correction.rollout_is=step"
 
@@ -124,7 +125,7 @@ def test_every_number_and_every_name_says_what_it_may_be():
         f"{MODEL}.pipeline", f"{MODEL}.algo", f"{MODEL}.algorithm", f"{ACTOR}.diffusion_loss.loss_mode",
         "algorithm.adv_estimator", f"{ROLLOUT}.algo.sde_type", f"{ROLLOUT}.val_kwargs.sde_type",
         f"{ROLLOUT}.pipeline.negative_prompt", f"{ROLLOUT}.val_kwargs.pipeline.negative_prompt",
-        f"{ROLLOUT}.agent.default_agent_loop",
+        f"{ROLLOUT}.agent.default_agent_loop", f"{ROLLOUT}.checkpoint_engine.backend",
         "algorithm.rollout_correction.rollout_rs",
     }  # fmt: skip
     types = {name: kind for name, kind in field_types(schema.DiffusionTrainerConfig)}
@@ -170,6 +171,12 @@ def test_weights_of_rewards_are_numbers():
         ([*OFF, f"{ACTOR}.old_log_probs=train"], "takes the weights that learn for those that drew"),
         ([*OFF, IS, f"{ACTOR}.old_log_probs=rollout"], "go with old_log_probs=recompute"),
         ([*OFF, IS, f"{MODEL}.algorithm=dpo"], "is for policy gradient"),
+        ([f"{ROLLOUT}.server_restarts=1"], "server_restarts=1 has no effect with actor_rollout_ref.hybrid_engine=true"),
+        ([f"{ENGINE}.backend=gloo"], "backend=gloo has no effect with actor_rollout_ref.hybrid_engine=true"),
+        ([*OFF, f"{ENGINE}.update_weights_bucket_megabytes=9"], f"set {ENGINE}.backend too"),
+        ([*OFF, f"{ENGINE}.backend=nccl", "trainer.device=cpu"], "backend=nccl needs GPUs: choose gloo"),
+        ([*OFF, f"{ENGINE}.backend=glo"], "Checkpoint engine glo not registered, registered backends: ['gloo'"),
+        ([*OFF, f"{ENGINE}.backend=gloo", f"{ROLLOUT}.server_restarts=1"], "has no effect with"),
         ([*OFF, f"{MODEL}.algorithm=diffusion_nft"], "diffusion_nft compares with the policy that drew the samples"),
         ([*OFF, f"{MODEL}.algorithm=awm"], "awm compares with the policy that drew the samples"),
         ([*OFF, f"{ACTOR}.fsdp_config.fold_lora=true", f"{MODEL}.lora_rank=4"], "does nothing beside rollout servers"),

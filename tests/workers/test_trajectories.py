@@ -1,5 +1,7 @@
 """Trajectories lie where they were made, or in the object store; several experiences at once."""
 
+import dataclasses
+
 import pytest
 import ray
 import torch
@@ -7,7 +9,7 @@ from verl.protocol import DataProto
 
 from verl_omni.utils.arrays import object_array
 from verl_omni.workers.rollout.base import RolloutOutput
-from verl_omni.workers.rollout.trajectories import COLUMN, TrajectoryStore, ship
+from verl_omni.workers.rollout.trajectories import COLUMN, TrajectoryRef, TrajectoryStore, in_two_parts
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +68,9 @@ def test_one_experience_is_released_and_the_other_stays():
 
 def test_what_another_process_drew_is_fetched_once(cluster):
     """Results of a pass over the samples stay with them, wherever they were drawn."""
-    answer = ray.get(ray.remote(ship).remote("e2/0", drawn(3.0)))
+    answer, stored = ray.remote(num_returns=2)(in_two_parts).remote(drawn(3.0))
+    answer = dataclasses.replace(ray.get(answer), reference=TrajectoryRef("e2/0", stored))
+    assert set(answer.trajectory) == {"all_timesteps", "rollout_log_probs"} and not answer.conditions
     store, data = TrajectoryStore(), batch_of(answer)
     assert store.batch(data)["all_latents"][0, 0, 0] == 3.0
     store.add(data, {"ref_prev_sample_mean": torch.ones(1, 1, 3)})

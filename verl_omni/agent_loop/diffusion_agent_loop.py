@@ -7,7 +7,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,13 +24,14 @@ from verl_omni.data.open_images import open_images
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.rewards.choice import OWN, read_choices, rewards_of
 from verl_omni.rewards.reward_function import RewardError
+from verl_omni.utils.actors import asked_until_back
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.external_lib import import_external_lib
 from verl_omni.utils.padding import pad_and_cat
 from verl_omni.utils.pictures import write_image
 from verl_omni.utils.registry import Registry
 from verl_omni.workers.rollout.base import RolloutOutput
-from verl_omni.workers.rollout.trajectories import COLUMN
+from verl_omni.workers.rollout.trajectories import COLUMN, TrajectoryRef
 
 AGENT_LOOPS: Registry[type["DiffusionAgentLoopBase"]] = Registry("agent loop")
 
@@ -114,13 +115,20 @@ class SampleEngine:
             params["position"] = self.position
         if self.place is not None:
             params["place"] = self.place | {"key": f"{self.place['key']}.{number}" if number else self.place["key"]}
-        answer = await self.server.generate.remote(sampling_params=params, **request)
+        answer = await asked_until_back(lambda: self._ask(sampling_params=params, **request))
         self.answers.append(answer)
         return answer
 
+    async def _ask(self, *, sampling_params: dict[str, Any], **request: Any) -> RolloutOutput:
+        place = sampling_params.get("place")
+        if place is None or not place["ship"]:
+            return await self.server.generate.remote(sampling_params=sampling_params, **request)
+        answer, stored = self.server.generate_to_ship.remote(sampling_params=sampling_params, **request)
+        return replace(await answer, reference=TrajectoryRef(place["key"], stored))
+
     async def leave(self) -> None:
         if not self._requests and self.position is not None:
-            await self.server.withdraw.remote(self.position)
+            await asked_until_back(lambda: self.server.withdraw.remote(self.position))
 
     def answer_of(self, response: Any) -> RolloutOutput:
         """The request that made what the loop returned."""

@@ -10,6 +10,7 @@ from verl_omni.config.actor import (
 )
 from verl_omni.config.model import DiffusionModelConfig
 from verl_omni.config.rollout import (
+    CheckpointEngineConfig,
     DiffusionPipelineConfig,
     DiffusionRolloutAlgoConfig,
     DiffusionRolloutConfig,
@@ -19,6 +20,7 @@ from verl_omni.config.rollout import (
 
 __all__ = [
     "CheckpointConfig",
+    "CheckpointEngineConfig",
     "DiffusionActorConfig",
     "DiffusionLossConfig",
     "DiffusionModelConfig",

@@ -7,6 +7,7 @@ from typing import Any
 from verl_omni.config.knob import MOST_SEED, knob, names_in
 
 POLICY_GRADIENT = "algorithm.trainer_type=policy_gradient"
+SERVERS = "actor_rollout_ref.hybrid_engine=false"
 
 
 @dataclass
@@ -93,6 +94,21 @@ class AgentConfig:
 
 
 @dataclass
+class CheckpointEngineConfig:
+    """How weights get from the training processes to rollout servers."""
+
+    backend: str | None = knob(
+        None, "null: through Ray's object store; gloo, nccl or another of verl's checkpoint engines", needs=SERVERS
+    )
+    update_weights_bucket_megabytes: int = knob(
+        256, "weights that are sent at a time", least=1, needs="actor_rollout_ref.rollout.checkpoint_engine.backend"
+    )
+    engine_kwargs: dict[str, Any] = knob(
+        {}, "further arguments of that engine", needs="actor_rollout_ref.rollout.checkpoint_engine.backend"
+    )
+
+
+@dataclass
 class DiffusionRolloutConfig:
     name: str = knob(
         "diffusers",
@@ -103,6 +119,10 @@ class DiffusionRolloutConfig:
         None, "hybrid_engine=false: rollout servers on each node, a device each (on a CPU: processes); null: 1", least=1
     )
     nnodes: int | None = knob(None, "hybrid_engine=false: nodes with rollout servers; null: 1", least=1)
+    server_restarts: int = knob(
+        3, "how often each rollout server that has died is started again", least=0, needs=SERVERS
+    )
+    checkpoint_engine: CheckpointEngineConfig = knob(CheckpointEngineConfig, "")
     n: int = knob(16, "images a prompt: the group that is compared", least=1)
     seed: int = knob(0, "seed of the training rollouts", least=0, most=MOST_SEED)
     max_num_seqs: int = knob(32, "requests in one forward", least=1)

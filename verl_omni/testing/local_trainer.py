@@ -6,7 +6,7 @@ For tests, and for sweeps over settings, where starting a cluster takes longer t
 import asyncio
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +32,7 @@ from verl_omni.utils.background import start, wait_for
 from verl_omni.workers.diffusion_worker import DiffusionWorker
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.diffusers_server import DiffusersServer
-from verl_omni.workers.rollout.trajectories import TrajectoryRef, TrajectoryStore, by_reference, large_part
+from verl_omni.workers.rollout.trajectories import TrajectoryStore, by_reference, large_part
 
 TRAINERS = {"policy_gradient": PolicyGradientRayTrainer, "direct_preference": DirectPreferenceRayTrainer}
 
@@ -120,22 +120,23 @@ class _LocalServer(DiffusersServer):
 
     async def start(self) -> None:
         # One after the other: two at once get into each other's way in one process.
-        self.engine = self.load(torch.device("cpu"))
+        self.engine = self.engine or self.load(torch.device("cpu"))
 
-    async def generate(self, *args: Any, **kwargs: Any) -> RolloutOutput:
-        output = await self.engine.generate(*args, **kwargs)
-        place = kwargs["sampling_params"].get("place")
-        if place is None:
-            return output.cpu()
-        return by_reference(output, TrajectoryRef(place["key"], large_part(output)))
+    def generate_to_ship(self, **request: Any) -> tuple[asyncio.Future, asyncio.Future]:
+        drawing = asyncio.ensure_future(self._answer(**request))
 
-    async def update_weights(self, stored: dict[str, torch.Tensor], version: int) -> None:
-        await asyncio.to_thread(self.engine.update_weights, stored.items(), version)
+        async def part(of: Callable[[RolloutOutput], Any]) -> Any:
+            return of(await drawing)
+
+        return part(lambda output: by_reference(output, None)), asyncio.ensure_future(part(large_part))
+
+    def unpack(self, stored: dict[str, torch.Tensor]) -> Iterable[tuple[str, torch.Tensor]]:
+        return stored.items()
 
 
 class _LocalTrajectories(TrajectoryStore):
-    def fetch(self, stored: list[Any]) -> list[dict[str, torch.Tensor]]:
-        return stored
+    def fetch(self, stored: list[asyncio.Future]) -> list[dict[str, torch.Tensor]]:
+        return [part.result() for part in stored]
 
 
 class _LocalAgentLoops(DiffusionAgentLoopManager):

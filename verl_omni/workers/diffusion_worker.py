@@ -1,12 +1,14 @@
 """The process that holds the model: trains it, and (with the embedded engine) generates with it."""
 
 import contextlib
+import functools
 import gc
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
@@ -36,7 +38,8 @@ from verl_omni.workers.old_log_probs import OldLogProbs, choose_old_log_probs
 from verl_omni.workers.process_group import join_process_group
 from verl_omni.workers.rollout import engine_class as rollout_class
 from verl_omni.workers.rollout.base import RolloutOutput
-from verl_omni.workers.rollout.trajectories import TrajectoryStore, ship
+from verl_omni.workers.rollout.channel import Channel, Name, SentWeights
+from verl_omni.workers.rollout.trajectories import TrajectoryStore, in_two_parts
 from verl_omni.workers.rollout.weights import StoredWeights, store_in_buckets
 
 
@@ -114,14 +117,17 @@ class DiffusionWorker(Worker):
         negative_prompt_ids: list[int] | None = None,
         priority: int = 0,
     ) -> RolloutOutput:
-        """Tokens in, image out. `sampling_params["place"]` says where to leave what training needs of it."""
+        """Tokens in, image out. What training needs of it stays here, under the name in `sampling_params["place"]`."""
         output = await self.rollout.generate(
             prompt_ids, sampling_params, request_id, image_data, video_data, negative_prompt_ids, priority
         )
         place = sampling_params.get("place")
-        if place is None:
-            return output.cpu()
-        return ship(place["key"], output) if place["ship"] else self.trajectories.keep(place["key"], output)
+        return output.cpu() if place is None else self.trajectories.keep(place["key"], output)
+
+    @ray.method(num_returns=2)
+    async def generate_to_ship(self, **request: Any) -> tuple[RolloutOutput, dict[str, torch.Tensor]]:
+        """For another rank to train on: (the answer, what training needs of it)."""
+        return in_two_parts(await self.rollout.generate(**request))
 
     async def withdraw(self, position: tuple) -> None:
         """A sample of the burst will ask for nothing."""
@@ -137,6 +143,18 @@ class DiffusionWorker(Worker):
         """The trained weights of a policy in Ray's object store. All ranks take part, the first has the references."""
         with self.engine.eval_mode(), self.engine.policy(policy):
             return store_in_buckets(self.engine.get_per_tensor_param()[0], keep=dist.get_rank() == 0)
+
+    async def execute_checkpoint_engine(self, method: str, **kwargs: Any) -> Any:
+        return getattr(self.channel.engine, method)(**kwargs)
+
+    async def send_weights(self, name: Name) -> SentWeights:
+        """The trained weights of a policy to all rollout servers, which receive them now. All ranks take part."""
+        with self.engine.eval_mode(), self.engine.policy(name[0]):
+            return await self.channel.send(self.engine.get_per_tensor_param()[0], name)
+
+    @functools.cached_property
+    def channel(self) -> Channel:
+        return Channel(self.rollout_config.checkpoint_engine, is_master=dist.get_rank() == 0)
 
     # ---- training ------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from verl_omni.pipelines.schedulers.steps import Step, get_step, step_names
 from verl_omni.pipelines.schedulers.windows import check_window
 from verl_omni.rewards.choice import read_choices, weighted
 from verl_omni.trainer.checks.preference import check_trainer_fits
-from verl_omni.trainer.checks.rollout_engine import check_rollout_engine
+from verl_omni.trainer.checks.rollout_engine import check_checkpoint_engine, check_rollout_engine
 from verl_omni.trainer.checks.workers import check_workers
 from verl_omni.utils.external_lib import import_external_lib
 
@@ -131,6 +131,7 @@ def _check(settings: DiffusionTrainerConfig) -> None:
         _check_reads(f"actor_rollout_ref.rollout.{where}pipeline", pipeline, adapter, arr.model)
     _check_placement(settings)
     check_rollout_engine(settings)
+    check_checkpoint_engine(settings)
     if is_on(correction := settings.algorithm.rollout_correction) or correction.bypass_mode:
         if settings.algorithm.trainer_type != "policy_gradient":
             raise ValueError(

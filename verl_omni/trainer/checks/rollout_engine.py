@@ -1,10 +1,33 @@
 """What a rollout engine cannot do, said before it is started."""
 
+from verl_omni.config import DiffusionRolloutConfig
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.pipelines.utils import read_index
 from verl_omni.pipelines.vllm_omni import INSTALL, VllmOmniPipelineBase, installed
 
 ARR, NAME = "actor_rollout_ref", "actor_rollout_ref.rollout.name=vllm_omni"
+
+
+def check_checkpoint_engine(settings: DiffusionTrainerConfig) -> None:
+    """The way of weights to rollout servers is known, and there are devices for it."""
+    rollout = settings.actor_rollout_ref.rollout
+    name = rollout.checkpoint_engine.backend
+    if name is None:
+        return
+    shown = f"{ARR}.rollout.checkpoint_engine.backend={name}"
+    if name != "gloo" and settings.trainer.device == "cpu":
+        raise ValueError(f"{shown} needs GPUs: choose gloo, or leave it out")
+    if rollout.server_restarts != DiffusionRolloutConfig().server_restarts:
+        raise ValueError(
+            f"{ARR}.rollout.server_restarts={rollout.server_restarts} has no effect with {shown}: a server that is "
+            "started again finds its weights in Ray's object store only. Leave one of them out"
+        )
+    from verl_omni.workers.rollout.channel import backend
+
+    try:
+        backend(rollout.checkpoint_engine)
+    except ValueError as error:  # verl names those that there are, and what others lack
+        raise ValueError(f"{shown}: {error}") from error
 
 
 def check_rollout_engine(settings: DiffusionTrainerConfig) -> None:

@@ -43,7 +43,12 @@ from verl_omni.trainer.diffusion.ordering import minibatch_order
 from verl_omni.trainer.diffusion.pace import Pace
 from verl_omni.trainer.diffusion.resuming import Start, plan_start
 from verl_omni.trainer.diffusion.reward_metrics import RewardWatch, reward_metrics
-from verl_omni.trainer.diffusion.rollouts import EmbeddedRollouts, ServerRollouts, start_servers
+from verl_omni.trainer.diffusion.rollouts import (
+    EmbeddedRollouts,
+    ServerRollouts,
+    by_checkpoint_engine,
+    start_servers,
+)
 from verl_omni.trainer.diffusion.sampling import Sampling
 from verl_omni.trainer.diffusion.saving import Saving, is_due
 from verl_omni.trainer.diffusion.validation import (
@@ -141,7 +146,10 @@ class BaseRayDiffusionTrainer(Sampling):
             else:
                 servers = start_servers(self.config, self.actor_wg.world_size, self.device_name)
                 know("rollout server", servers)
-                self.rollouts = ServerRollouts(servers, self.actor_wg, self.timeline)
+                engine = self.config.actor_rollout_ref.rollout.checkpoint_engine.backend
+                send = by_checkpoint_engine(self.config, self.actor_wg.workers, servers) if engine else None
+                self.rollouts = ServerRollouts(servers, self.actor_wg, self.timeline, send)
+                self.rollouts.watch()
             # Their processes start up while the workers load the model.
             self.reward_loop_manager = RewardLoopManager(self.config)
             self.agent_loop_manager = DiffusionAgentLoopManager(

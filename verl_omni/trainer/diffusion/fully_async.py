@@ -173,10 +173,7 @@ class FullyAsync(Pace):
         batch.non_tensor_batch["server"] = object_array([server] * len(batch))
         batch.non_tensor_batch["place"] = object_array([p for name in names for p in places(name, n, ship=True)])
         await trainer.rollouts.ready(server, weights)
-        if weights is self.weights and trainer.rollouts.all_hold(weights.policy, weights.version):
-            self.weights = weights._replace(stored=None)  # nobody needs them any more: room in Ray's object store
         version = weights.version
-        del weights
         start = perf_counter()
         self._busy.begin(server)
         groups = trainer.agent_loop_manager.start_groups(batch, n)

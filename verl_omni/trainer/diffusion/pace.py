@@ -32,7 +32,7 @@ class Pace:
         """Of the experience that has just been learned from: where others draw, how old it was."""
         if self.trainer.config.actor_rollout_ref.hybrid_engine:
             return {}
-        return staleness(self.trainer.global_step, batch.non_tensor_batch["version"])
+        return staleness(self.trainer.global_step, batch.non_tensor_batch["version"]) | self.trainer.rollouts.metrics()
 
     def data_state(self) -> dict[str, Any]:
         """Where in the data a run would go on that has learned from all experiences up to now, and from no other."""

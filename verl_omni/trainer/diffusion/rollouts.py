@@ -1,6 +1,9 @@
 """Where samples are drawn: in the training workers, or by servers of their own. The trainer asks both in one way."""
 
 import asyncio
+import functools
+from collections.abc import Callable
+from concurrent.futures import Future
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -9,7 +12,8 @@ from omegaconf import DictConfig
 
 from verl_omni.report.timeline import Timeline
 from verl_omni.trainer.resources import busy_at_once, worker_environment
-from verl_omni.utils.background import wait_for
+from verl_omni.utils.actors import asked_until_back, watch
+from verl_omni.utils.background import start, wait_for
 from verl_omni.workers.rollout import server_class
 
 
@@ -46,43 +50,77 @@ class Weights(NamedTuple):
     version: int
     stored: Any
 
+    @property
+    def name(self) -> tuple[str, int]:
+        return self.policy, self.version
+
 
 class ServerRollouts:
-    """Servers with copies of the model; weights that they do not have yet are pushed to them before they draw."""
+    """Servers with copies of the model; weights that they do not have yet are pushed to them before they draw.
 
-    def __init__(self, servers: list[Any], actor_wg: Any, timeline: Timeline):
+    A server that dies is started again by Ray. It gets the weights that it had, and whoever waits for its samples asks
+    again: they are drawn anew, from the same seeds.
+    """
+
+    def __init__(
+        self, servers: list[Any], actor_wg: Any, timeline: Timeline, send: Callable[[str, int], Any] | None = None
+    ):
+        """`send` brings weights to the servers in another way than through Ray's object store."""
         self.servers, self.actor_wg, self.timeline = servers, actor_wg, timeline
+        self._send = send or (lambda policy, version: actor_wg.publish_weights(policy)[0])
+        self.restarts = 0
         self._loading = dict(enumerate(server.start.remote() for server in servers))
-        self._held: dict[int, tuple[str, int]] = {}
+        self._held: dict[int, Weights] = {}
+        self._pushing = [asyncio.Lock() for _ in servers]
+        self._watches: list[Future] = []
+
+    def watch(self) -> None:
+        """From now on, look after servers that die."""
+        self._watches = [
+            start(watch(f"rollout server {i}", server, functools.partial(self._came_back, i)))
+            for i, server in enumerate(self.servers)
+        ]
+
+    async def _came_back(self, server: int) -> None:
+        self.restarts += 1
+        async with self._pushing[server]:
+            if server in self._held:
+                await self._push(server)
 
     def begin(self, policy: str, version: int) -> None:
         """All servers at once: none of them draws now."""
-        held = self.all_hold(policy, version)
-        weights = Weights(policy, version, None) if held else self.publish(policy, version)
+        held = self._held.get(0)
+        known = held is not None and held.name == (policy, version)
+        weights = held if known else self.publish(policy, version)
 
         async def ready() -> None:
             await asyncio.gather(*(self.ready(server, weights) for server in range(len(self.servers))))
 
         wait_for(ready())
 
-    def all_hold(self, policy: str, version: int) -> bool:
-        return all(self._held.get(server) == (policy, version) for server in range(len(self.servers)))
-
     def publish(self, policy: str, version: int) -> Weights:
-        """What the training workers hold now. It lies in Ray's object store as long as somebody keeps the answer."""
-        return Weights(policy, version, self.actor_wg.publish_weights(policy)[0])
+        """What the training workers hold now. In Ray's object store it lies as long as somebody keeps the answer."""
+        return Weights(policy, version, self._send(policy, version))
 
     async def ready(self, server: int, weights: Weights) -> None:
         """One server that draws nothing now is to draw with these weights."""
-        if server in self._loading:
-            await self._loading.pop(server)
-        await self.servers[server].begin.remote()
-        name = (weights.policy, weights.version)
-        if self._held.get(server) != name:
-            start = perf_counter()
-            await self.servers[server].update_weights.remote(weights.stored, weights.version)
-            self._held[server] = name
-            self.timeline.add(f"rollout {server}", "weights", start, perf_counter())
+        async with self._pushing[server]:
+            if server in self._loading:
+                await self._loading.pop(server)
+            await asked_until_back(lambda: self.servers[server].begin.remote())
+            held = self._held.get(server)
+            if held is None or held.name != weights.name:
+                begun = perf_counter()
+                self._held[server] = weights
+                await self._push(server)
+                self.timeline.add(f"rollout {server}", "weights", begun, perf_counter())
+
+    async def _push(self, server: int) -> None:
+        weights = self._held[server]
+        await asked_until_back(lambda: self.servers[server].update_weights.remote(weights.stored, weights.version))
+
+    def metrics(self) -> dict[str, float]:
+        return {"rollout/server_restarts": float(self.restarts)}
 
     def end(self) -> None:
         """A server may go on with what others ask of it."""
@@ -91,6 +129,8 @@ class ServerRollouts:
         return in_turn(samples, len(self.servers)), True
 
     def shutdown(self) -> None:
+        for watching in self._watches:
+            watching.cancel()
         for server in self.servers:
             ray.kill(server)
 
@@ -103,9 +143,35 @@ def start_servers(config: DictConfig, training: int, device: str) -> list[Any]:
         check_devices(training, per_node * nodes, int(ray.cluster_resources().get("GPU", 0)))
     threads = worker_environment(device, busy_at_once(config, per_node))
     server = ray.remote(server_class(rollout.name)).options(
-        num_cpus=1, num_gpus=1 if device == "cuda" else 0, runtime_env={"env_vars": threads}
+        num_cpus=1,
+        num_gpus=1 if device == "cuda" else 0,
+        # With a checkpoint engine, nobody keeps the weights that a server would need which has been started again.
+        max_restarts=0 if rollout.checkpoint_engine.backend else rollout.server_restarts,
+        runtime_env={"env_vars": threads},
     )
     return [server.remote(config) for _ in range(per_node * nodes)]
+
+
+def by_checkpoint_engine(config: DictConfig, workers: list[Any], servers: list[Any]) -> Callable[[str, int], Any]:
+    """Weights go from the training ranks to the servers with one of verl's checkpoint engines, to all at once."""
+    from verl_omni.workers.rollout.channel import backend, turns
+
+    engine = backend(config.actor_rollout_ref.rollout.checkpoint_engine)
+
+    def everybody(method: str, train: list[dict], draw: list[dict]) -> list[Any]:
+        calls = zip([*workers, *servers], [*train, *draw], strict=True)
+        return ray.get([one.execute_checkpoint_engine.remote(method, **arguments) for one, arguments in calls])
+
+    def send(policy: str, version: int) -> Any:
+        nothing = [{}] * len(workers), [{}] * len(servers)
+        topology = engine.build_topology(len(workers), len(servers), everybody("prepare", *nothing))
+        everybody("init_process_group", *map(turns, topology))
+        receiving = [server.receive_weights.remote((policy, version)) for server in servers]
+        sent, *_ = ray.get([worker.send_weights.remote((policy, version)) for worker in workers] + receiving)
+        everybody("finalize", *nothing)
+        return sent
+
+    return send
 
 
 def check_devices(training: int, rollout: int, there: int) -> None:

@@ -1,9 +1,12 @@
 """A rollout engine in a process of its own, with its own copy of the model: a Ray actor, on a GPU or a CPU."""
 
 import asyncio
+import functools
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
+import ray
 import torch
 from omegaconf import DictConfig, OmegaConf
 
@@ -13,12 +16,13 @@ from verl_omni.utils.external_lib import import_external_lib
 from verl_omni.workers.engine.module import quiet_loading
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.batched import BatchedRollout
-from verl_omni.workers.rollout.trajectories import ship
+from verl_omni.workers.rollout.channel import Channel, Name, SentWeights
+from verl_omni.workers.rollout.trajectories import in_two_parts
 from verl_omni.workers.rollout.weights import StoredWeights, from_buckets
 
 
 class RolloutServer(ABC):
-    """Answers `generate` with weights of a known version. Trajectories leave it by reference."""
+    """Answers `generate` with weights of a known version. A server that Ray has started again waits for its weights."""
 
     def __init__(self, config: DictConfig):
         import_external_lib(config.actor_rollout_ref.model.external_lib)
@@ -26,42 +30,68 @@ class RolloutServer(ABC):
         self.actor_config: DiffusionActorConfig = OmegaConf.to_object(config.actor_rollout_ref.actor)
         self.model_config: DiffusionModelConfig = OmegaConf.to_object(config.actor_rollout_ref.model)
         self.config: DiffusionRolloutConfig = OmegaConf.to_object(config.actor_rollout_ref.rollout)
+        self.engine: BatchedRollout | None = None
+        self._starting, self._has_weights = asyncio.Lock(), asyncio.Event()
+        self._in_disorder = ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed
 
     async def start(self) -> None:
-        """Load the model; its trained weights come with the first update."""
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        self.engine = await asyncio.to_thread(self.load, device)
+        """Load the model, once; its trained weights come with the first update."""
+        async with self._starting:
+            self.engine = self.engine or await asyncio.to_thread(self.load, device())
+
+    async def life(self) -> None:
+        """Never answers: who waits for it learns when this process has ended."""
+        await asyncio.Event().wait()
 
     @abstractmethod
     def load(self, device: torch.device) -> BatchedRollout:
         """The engine with the model in it."""
 
-    async def generate(
-        self,
-        prompt_ids: list[int],
-        sampling_params: dict[str, Any],
-        request_id: str,
-        image_data: list[Any] | None = None,
-        video_data: list[Any] | None = None,
-        negative_prompt_ids: list[int] | None = None,
-        priority: int = 0,
-    ) -> RolloutOutput:
-        output = await self.engine.generate(
-            prompt_ids, sampling_params, request_id, image_data, video_data, negative_prompt_ids, priority
-        )
-        place = sampling_params.get("place")
-        return output.cpu() if place is None else await asyncio.to_thread(ship, place["key"], output)
+    async def generate(self, **request: Any) -> RolloutOutput:
+        """As the engine does (`RolloutEngine.generate`)."""
+        return (await self._answer(**request)).cpu()
+
+    @ray.method(num_returns=2)
+    async def generate_to_ship(self, **request: Any) -> tuple[RolloutOutput, dict[str, torch.Tensor]]:
+        """For a rank to train on: (the answer, what training needs of it)."""
+        answer = await self._answer(**request)
+        return await asyncio.to_thread(in_two_parts, answer)
+
+    async def _answer(self, *, sampling_params: dict[str, Any], **request: Any) -> RolloutOutput:
+        await self._has_weights.wait()
+        if self._in_disorder:  # the burst was answered in part before this process began: its blocks never fill
+            sampling_params = sampling_params | {"position": None}
+        return await self.engine.generate(sampling_params=sampling_params, **request)
 
     async def begin(self) -> None:
         """Before a rollout: forget what the one before had on the device."""
+        await self.start()
+        self._in_disorder = False
         self.engine.begin()
 
     async def withdraw(self, position: tuple) -> None:
-        self.engine.batcher.withdraw(position)
+        if self.engine is not None and not self._in_disorder:
+            self.engine.batcher.withdraw(position)
 
-    async def update_weights(self, stored: StoredWeights, version: int) -> None:
-        """Buckets of weights in Ray's object store. Requests that run finish on the old ones and say so."""
-        await asyncio.to_thread(self.engine.update_weights, from_buckets(stored), version)
+    async def update_weights(self, stored: StoredWeights | SentWeights, version: int) -> None:
+        """Weights that were stored or received. Requests that run finish on the old ones and say so."""
+        await self.start()
+        await asyncio.to_thread(self.engine.update_weights, self.unpack(stored), version)
+        self._has_weights.set()
+
+    def unpack(self, stored: StoredWeights | SentWeights) -> Iterable[tuple[str, torch.Tensor]]:
+        return from_buckets(stored) if isinstance(stored, StoredWeights) else self.channel.take(stored)
+
+    async def execute_checkpoint_engine(self, method: str, **kwargs: Any) -> Any:
+        return await asyncio.to_thread(getattr(self.channel.engine, method), **kwargs)
+
+    async def receive_weights(self, name: Name) -> None:
+        """For `update_weights` to take, while requests go on. A thread of its own: the engine waits for others."""
+        await asyncio.to_thread(asyncio.run, self.channel.receive(name))
+
+    @functools.cached_property
+    def channel(self) -> Channel:
+        return Channel(self.config.checkpoint_engine)
 
     async def pause(self) -> None:
         await asyncio.to_thread(self.engine.pause)
@@ -71,3 +101,7 @@ class RolloutServer(ABC):
 
     async def stop(self) -> None:
         self.engine.stop()
+
+
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -2,7 +2,7 @@
 
 The driver needs an image's reward and a few numbers; latents and text features are only needed by the rank that trains
 on them. A sample that this rank draws for itself stays here. Any other goes into Ray's object store, and what travels
-is a reference.
+is a reference. It is an answer of its own to the request: Ray keeps it for who asked, even if who drew it has died.
 """
 
 import dataclasses
@@ -37,16 +37,15 @@ def large_part(output: RolloutOutput) -> dict[str, torch.Tensor]:
     return {k: v for k, v in fields.items() if k not in drop}
 
 
-def by_reference(output: RolloutOutput, reference: TrajectoryRef) -> RolloutOutput:
+def by_reference(output: RolloutOutput, reference: TrajectoryRef | None) -> RolloutOutput:
     """The answer without what is large, ready to leave the process."""
     small = {k: v for k, v in output.trajectory.items() if k in SMALL}
     return dataclasses.replace(output, trajectory=small, conditions={}, reference=reference).cpu()
 
 
-def ship(key: str, output: RolloutOutput) -> RolloutOutput:
-    """Put a trajectory where any process can fetch it."""
-    stored = ray.put({k: own_copy(v) for k, v in large_part(output).items()})
-    return by_reference(output, TrajectoryRef(key, stored))
+def in_two_parts(output: RolloutOutput) -> tuple[RolloutOutput, dict[str, torch.Tensor]]:
+    """(what the driver gets, what is fetched by who trains on it), ready to leave the process."""
+    return by_reference(output, None), {k: own_copy(v) for k, v in large_part(output).items()}
 
 
 class TrajectoryStore:

@@ -21,29 +21,48 @@ class StoredWeights:
 
 def store_in_buckets(weights: Iterable[tuple[str, torch.Tensor]], keep: bool = True) -> StoredWeights:
     """Objects of up to BUCKET_BYTES (a larger tensor is alone). `keep` false: only take part in gathering them."""
-    stored, bucket, size, count, total = [], {}, 0, 0, 0
-    for name, tensor in weights:
-        if not keep:
-            continue
+    stored, bucket, size, total = [], {}, 0, Sum()
+    if not keep:
+        for _ in weights:
+            pass
+        return StoredWeights([], 0, 0)
+    for name, tensor in total.over((name, tensor.detach().cpu().clone()) for name, tensor in weights):
         if bucket and size + tensor.nbytes > BUCKET_BYTES:
             stored.append(ray.put(bucket))
             bucket, size = {}, 0
-        bucket[name] = tensor.detach().cpu().clone()
-        size, count, total = size + tensor.nbytes, count + 1, total + checksum(name, bucket[name])
-    return StoredWeights([*stored, ray.put(bucket)] if bucket else stored, count, total % 2**64)
+        bucket[name] = tensor
+        size += tensor.nbytes
+    return StoredWeights([*stored, ray.put(bucket)] if bucket else stored, total.count, total.checksum)
 
 
 def from_buckets(stored: StoredWeights) -> Iterator[tuple[str, torch.Tensor]]:
     """One bucket in memory at a time. After the last it raises if anything was lost or changed on the way."""
-    count, total = 0, 0
+    total = Sum()
     for reference in stored.buckets:
-        for name, tensor in ray.get(reference).items():
-            count, total = count + 1, total + checksum(name, tensor)
+        yield from total.over(ray.get(reference).items())
+    total.check(stored.count, stored.checksum)
+
+
+class Sum:
+    """Counts weights that pass by."""
+
+    def __init__(self) -> None:
+        self.count, self._total = 0, 0
+
+    @property
+    def checksum(self) -> int:
+        return self._total % 2**64
+
+    def over(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            self.count, self._total = self.count + 1, self._total + checksum(name, tensor.detach().cpu())
             yield name, tensor
-    if (count, total % 2**64) != (stored.count, stored.checksum):
-        raise RuntimeError(
-            f"{count} weights with checksum {total % 2**64:016x} arrived of {stored.count} with {stored.checksum:016x}"
-        )
+
+    def check(self, count: int, wanted: int) -> None:
+        if (self.count, self.checksum) != (count, wanted):
+            raise RuntimeError(
+                f"{self.count} weights with checksum {self.checksum:016x} arrived of {count} with {wanted:016x}"
+            )
 
 
 def checksum(name: str, tensor: torch.Tensor) -> int:

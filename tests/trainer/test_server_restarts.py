@@ -1,0 +1,132 @@
+"""Rollout servers that die while they draw: started again with their weights, and asked again."""
+
+import asyncio
+import gc
+import os
+import signal
+import sys
+import time
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import ray
+import torch
+from omegaconf import OmegaConf
+from ray.exceptions import ActorDiedError
+from tiny_models import tiny_checkpoint
+
+from verl_omni.agent_loop.diffusion_agent_loop import SampleEngine
+from verl_omni.config.schema import DiffusionTrainerConfig
+from verl_omni.report.timeline import Timeline
+from verl_omni.trainer.diffusion.rollouts import ServerRollouts
+from verl_omni.utils import actors
+from verl_omni.utils.background import start
+from verl_omni.workers.rollout.base import RolloutOutput
+from verl_omni.workers.rollout.server import RolloutServer
+from verl_omni.workers.rollout.weights import store_in_buckets
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class Engine:
+    """Answers with its weights and the seed, from blocks of two, once there is a file `go on` for that seed."""
+
+    def __init__(self, folder):
+        self.folder, self.weights, self.version, self.waiting = folder, None, None, []
+
+    def begin(self) -> None: ...
+
+    def update_weights(self, weights, version):
+        self.weights, self.version = dict(weights), version
+
+    async def generate(self, *, sampling_params, **_):
+        if sampling_params.get("position") is not None:
+            self.waiting.append(sampling_params["seed"])
+            while len(self.waiting) < 2:
+                await asyncio.sleep(0.01)
+        (self.folder / f"asked {sampling_params['seed']}").touch()
+        while not (self.folder / f"go on {sampling_params['seed']}").exists():
+            await asyncio.sleep(0.01)
+        pixels = torch.full((3, 1, 1), float(sampling_params["seed"]))
+        return RolloutOutput(pixels, {"all_latents": self.weights["w"]}, version=self.version)
+
+
+class Server(RolloutServer):
+    def __init__(self, config, folder):
+        super().__init__(config)
+        self.folder = folder
+
+    def load(self, device):
+        return Engine(self.folder)
+
+    async def pid(self):
+        return os.getpid()
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """It may die once."""
+    monkeypatch.setattr(actors, "PAUSE_SECONDS", 0.05)
+    config = OmegaConf.structured(DiffusionTrainerConfig)
+    config.actor_rollout_ref.model.path = str(tiny_checkpoint())
+    ray.shutdown()  # one that another test left
+    paths = {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}}
+    ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="ERROR", runtime_env=paths)
+    yield ray.remote(Server).options(max_restarts=1).remote(config, tmp_path)
+    ray.shutdown()
+
+
+def wait_until(found) -> None:
+    end = time.monotonic() + 60
+    while not found():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_server_dies_in_a_rollout(server, tmp_path, capsys):
+    """Of a block of two samples, one was answered before: the other is drawn again, with the same weights."""
+    trained = SimpleNamespace(publish_weights=lambda policy: [store_in_buckets([("w", torch.ones(40_000))])])
+    rollouts = ServerRollouts([server], trained, Timeline())
+    rollouts.watch()
+    rollouts.begin("current", 7)
+    engines = [SampleEngine(server, {"position": (i, 2), "place": {"key": f"e/{i}", "ship": True}}) for i in (0, 1)]
+    first, second = [start(one.generate.remote(sampling_params={"seed": i})) for i, one in enumerate(engines)]
+    wait_until(lambda: (tmp_path / "asked 1").exists())
+    (tmp_path / "go on 0").touch()
+    answers = [first.result(60)]
+    os.kill(ray.get(server.pid.remote()), signal.SIGKILL)
+    (tmp_path / "go on 1").touch()
+    answers += [second.result(60)]
+    assert [answer.response[0, 0, 0].item() for answer in answers] == [0, 1]
+    assert [(answer.version, answer.reference.key) for answer in answers] == [(7, "e/0"), (7, "e/1")]
+    # What it had answered outlives it.
+    assert all(ray.get(answer.reference.stored)["all_latents"].sum() == 40_000 for answer in answers)
+    assert rollouts.metrics() == {"rollout/server_restarts": 1}
+    assert "rollout server 0 has died and is started again\n" in capsys.readouterr().out
+
+    third = start(engines[0].generate.remote(sampling_params={"seed": 2}))
+    wait_until(lambda: (tmp_path / "asked 2").exists())
+    os.kill(ray.get(server.pid.remote()), signal.SIGKILL)
+    with pytest.raises(ActorDiedError):
+        third.result(60)
+    rollouts.shutdown()
+
+
+def test_weights_stay_as_long_as_a_server_holds_them():
+    """In Ray's object store, for the case that it dies; older ones are let go."""
+
+    async def does(*arguments):
+        return None
+
+    server = SimpleNamespace(**{name: SimpleNamespace(remote=does) for name in ("start", "begin", "update_weights")})
+    stored = [torch.ones(1), torch.ones(1)]
+    first, second = map(weakref.ref, stored)
+    trained = SimpleNamespace(publish_weights=lambda policy: [stored.pop(0)])
+    rollouts = ServerRollouts([server, server], trained, Timeline())
+    rollouts.begin("current", 0)
+    rollouts.begin("current", 0)  # nothing new
+    assert first() is not None
+    rollouts.begin("current", 1)
+    gc.collect()
+    assert first() is None and second() is not None

@@ -1,0 +1,34 @@
+"""Ray actors that may die and are started again."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+T = TypeVar("T")
+PAUSE_SECONDS = 0.5  # between two questions to an actor that is being started
+
+
+async def asked_until_back(ask: Callable[[], Awaitable[T]]) -> T:
+    """The answer of an actor that Ray starts again when it dies. `ActorDiedError`: it will not come back."""
+    while True:
+        try:
+            return await ask()
+        except ActorUnavailableError:
+            await asyncio.sleep(PAUSE_SECONDS)
+
+
+async def watch(name: str, actor: Any, came_back: Callable[[], Awaitable[None]]) -> None:
+    """Calls `came_back` whenever Ray has started an actor again; ends with an actor that has died for good.
+
+    The actor has a method `life`, which never answers.
+    """
+    while True:
+        try:
+            await actor.life.remote()
+        except ActorDiedError:
+            return  # told by who asks something of it
+        except ActorUnavailableError:
+            print(f"{name} has died and is started again", flush=True)
+            await came_back()

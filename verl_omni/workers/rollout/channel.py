@@ -1,0 +1,59 @@
+"""A process's end of one of verl's checkpoint engines, which carry weights from training ranks to rollout servers."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
+
+import verl_omni.workers.rollout.gloo_engine  # noqa: F401  (registers "gloo")
+from verl_omni.config import CheckpointEngineConfig
+from verl_omni.workers.rollout.weights import Sum
+
+Name = tuple[str, int]  # a policy, and how many training steps its weights have seen
+
+
+@dataclass(frozen=True)
+class SentWeights:
+    """What servers have received, and what has to come out."""
+
+    name: Name
+    count: int
+    checksum: int
+
+
+class Channel:
+    def __init__(self, config: CheckpointEngineConfig, is_master: bool = False):
+        more = {"is_master": True} if is_master else {}
+        size = config.update_weights_bucket_megabytes << 20
+        self.engine: CheckpointEngine = CheckpointEngineRegistry.new(
+            config.backend, bucket_size=size, **more, **config.engine_kwargs
+        )
+        self._received: dict[Name, list[tuple[str, torch.Tensor]]] = {}
+
+    async def send(self, weights: Iterable[tuple[str, torch.Tensor]], name: Name) -> SentWeights:
+        total = Sum()
+        await self.engine.send_weights(total.over(weights), global_steps=name[1])
+        return SentWeights(name, total.count, total.checksum)
+
+    async def receive(self, name: Name) -> None:
+        """Into CPU memory, where the weights stay until they are taken. Those of the update before stay too: a server
+        may be about to take them."""
+        weights = [(key, one.cpu().clone()) async for key, one in self.engine.receive_weights(global_steps=name[1])]
+        self._received = dict([*self._received.items()][-1:]) | {name: weights}
+
+    def take(self, sent: SentWeights) -> Iterator[tuple[str, torch.Tensor]]:
+        total = Sum()
+        yield from total.over(self._received[sent.name])
+        total.check(sent.count, sent.checksum)
+        self._received = {}
+
+
+def backend(config: CheckpointEngineConfig) -> type[CheckpointEngine]:
+    return CheckpointEngineRegistry.get(config.backend)
+
+
+def turns(topology: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    """What `build_topology` says to each process of a side."""
+    return [dict(zip(topology, values, strict=True)) for values in zip(*topology.values(), strict=True)]
