@@ -34,11 +34,12 @@ def pictures(*shapes: tuple[int, int], seed: int = 0) -> list[Image.Image]:
 
 
 def randomise(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """Every parameter matters: none is 0 or 1 as modules begin."""
+    """Every parameter matters: none is 0 or 1 as modules begin. What was random before does not count."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(parameter + 0.3 * torch.randn(parameter.shape, generator=generator))
+            begins = parameter if parameter.unique().numel() == 1 else 0
+            parameter.copy_(begins + 0.3 * torch.randn(parameter.shape, generator=generator))
     return model.eval()
 
 

@@ -151,11 +151,14 @@ class RewardFunction:
         answer: concurrent.futures.Future = concurrent.futures.Future()
 
         def run() -> None:
+            answer.set_running_or_notify_cancel()  # from here on it takes an answer, even one that comes too late
             try:
                 with _caught():
-                    answer.set_result(self.function(**arguments))
+                    result = self.function(**arguments)
             except _Raised as raised:
                 answer.set_exception(raised)
+            else:
+                answer.set_result(result)
 
         async with self._places():
             # A thread for each call: one that hangs for ever must not keep others from beginning.
