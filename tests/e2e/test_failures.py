@@ -54,6 +54,7 @@ def test_a_reward_that_ends_its_process_is_one_line(tmp_path):
     assert "Traceback" not in run.output()
 
 
+@pytest.mark.slow  # trainer/test_failure_lines.py has the way of such an error through Ray, without a run
 def test_a_failing_reward_ends_the_run_with_one_line(tmp_path):
     (tmp_path / "reward.py").write_text("def compute_score(prompt):\n    return {}[prompt]\n")
     run = Run(settings("run", "reward.custom_reward_function.path=reward.py"), tmp_path)

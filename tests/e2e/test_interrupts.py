@@ -1,4 +1,4 @@
-"""SIGTERM before there is anything to save: one line, and nothing is left. test_resume.py has a Ctrl-C in a step."""
+"""Signals before there is anything to save, and nothing is left. test_resume.py has a Ctrl-C in a step."""
 
 import signal
 import time
@@ -21,3 +21,14 @@ def test_a_signal_while_ray_starts(tmp_path):
     assert_nobody_left(tmp_path)
     *_, last = run.output().splitlines()
     assert last == "stopped by SIGTERM during the start of Ray; nothing was saved yet; details in run/run.log"
+
+
+def test_a_kill_while_ray_starts(tmp_path):
+    """Nobody can say a word, and Ray's processes end by themselves."""
+    user_folder(tmp_path)
+    run = Run(settings("run", *LEARNING), tmp_path)
+    run.wait_for(tmp_path / "run/run.log")
+    time.sleep(2)
+    run.process.kill()
+    assert run.wait() == -signal.SIGKILL
+    assert_nobody_left(tmp_path)

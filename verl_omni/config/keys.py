@@ -1,5 +1,6 @@
 """Which keys a configuration has: those of the dataclasses, and any below the dicts that are open."""
 
+import functools
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -15,9 +16,10 @@ def is_open(key: str) -> bool:
     return any(f".{end}." in f"{key}." for end in OPEN)
 
 
-def known_keys() -> set[str]:
+@functools.cache
+def known_keys() -> frozenset[str]:
     """Every key that may be overridden, groups included."""
-    return set(_keys(OmegaConf.structured(schema.DiffusionTrainerConfig)))
+    return frozenset(_keys(OmegaConf.structured(schema.DiffusionTrainerConfig)))
 
 
 def check_keys(keys: Any) -> None:

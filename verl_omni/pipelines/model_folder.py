@@ -1,9 +1,11 @@
 """Is a folder a whole model in diffusers' layout? Looked at before any worker starts, without loading a weight."""
 
+import functools
 import inspect
 import json
 import typing
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from verl_omni.config import DiffusionModelConfig
@@ -39,7 +41,7 @@ def check_model_folder(model: DiffusionModelConfig) -> None:
             continue
         if library not in libraries:
             continue  # a pipeline's own module
-        known = dir(libraries[library])
+        known = _names_in(libraries[library])
         if class_name not in known:
             raise ValueError(
                 f'{file} has "{name}" of the class {class_name}, which {library} '
@@ -50,6 +52,12 @@ def check_model_folder(model: DiffusionModelConfig) -> None:
                 f'{file} has "{name}" of the class {class_name}: a {model.architecture} has a {" or ".join(kinds)}'
             )
         _check_component(root, model, name, library, class_name)
+
+
+@functools.cache
+def _names_in(library: ModuleType) -> frozenset[str]:
+    """Half a second for transformers, which has thousands and looks for each; nothing is imported."""
+    return frozenset(dir(library))
 
 
 def _components(pipeline: type | None) -> dict[str, tuple[str, ...]]:
