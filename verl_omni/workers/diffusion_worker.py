@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
@@ -38,9 +38,11 @@ from verl_omni.workers.old_log_probs import OldLogProbs, choose_old_log_probs
 from verl_omni.workers.process_group import join_process_group
 from verl_omni.workers.rollout import engine_class as rollout_class
 from verl_omni.workers.rollout.base import RolloutOutput
-from verl_omni.workers.rollout.channel import Channel, Name, SentWeights
 from verl_omni.workers.rollout.trajectories import TrajectoryStore, in_two_parts
-from verl_omni.workers.rollout.weights import StoredWeights, store_in_buckets
+from verl_omni.workers.rollout.weights import Name, SentWeights, StoredWeights, store_in_buckets
+
+if TYPE_CHECKING:
+    from verl_omni.workers.rollout.channel import Channel
 
 
 class DiffusionWorker(Worker):
@@ -153,7 +155,9 @@ class DiffusionWorker(Worker):
             return await self.channel.send(self.engine.get_per_tensor_param()[0], name)
 
     @functools.cached_property
-    def channel(self) -> Channel:
+    def channel(self) -> "Channel":
+        from verl_omni.workers.rollout.channel import Channel
+
         return Channel(self.rollout_config.checkpoint_engine, is_master=dist.get_rank() == 0)
 
     # ---- training ------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """A process's end of one of verl's checkpoint engines, which carry weights from training ranks to rollout servers."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,18 +8,7 @@ from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
 import verl_omni.workers.rollout.gloo_engine  # noqa: F401  (registers "gloo")
 from verl_omni.config import CheckpointEngineConfig
-from verl_omni.workers.rollout.weights import Sum
-
-Name = tuple[str, int]  # a policy, and how many training steps its weights have seen
-
-
-@dataclass(frozen=True)
-class SentWeights:
-    """What servers have received, and what has to come out."""
-
-    name: Name
-    count: int
-    checksum: int
+from verl_omni.workers.rollout.weights import Name, SentWeights, Sum
 
 
 class Channel:

@@ -4,7 +4,7 @@ import asyncio
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
@@ -16,9 +16,11 @@ from verl_omni.utils.external_lib import import_external_lib
 from verl_omni.workers.engine.module import quiet_loading
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.batched import BatchedRollout
-from verl_omni.workers.rollout.channel import Channel, Name, SentWeights
 from verl_omni.workers.rollout.trajectories import in_two_parts
-from verl_omni.workers.rollout.weights import StoredWeights, from_buckets
+from verl_omni.workers.rollout.weights import Name, SentWeights, StoredWeights, from_buckets
+
+if TYPE_CHECKING:
+    from verl_omni.workers.rollout.channel import Channel
 
 
 class RolloutServer(ABC):
@@ -90,7 +92,9 @@ class RolloutServer(ABC):
         await asyncio.to_thread(asyncio.run, self.channel.receive(name))
 
     @functools.cached_property
-    def channel(self) -> Channel:
+    def channel(self) -> "Channel":
+        from verl_omni.workers.rollout.channel import Channel
+
         return Channel(self.config.checkpoint_engine)
 
     async def pause(self) -> None:

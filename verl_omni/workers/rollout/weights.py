@@ -1,4 +1,4 @@
-"""Weights on their way from the training ranks to rollout engines in other processes: through Ray's object store."""
+"""Weights on their way from the training ranks to rollout engines in other processes."""
 
 import zlib
 from collections.abc import Iterable, Iterator
@@ -15,6 +15,18 @@ class StoredWeights:
     """Where they lie, and what has to come out: how many tensors, and the checksum of their names and bytes."""
 
     buckets: list[ray.ObjectRef]
+    count: int
+    checksum: int
+
+
+Name = tuple[str, int]  # a policy, and how many training steps its weights have seen
+
+
+@dataclass(frozen=True)
+class SentWeights:
+    """What servers have received with a checkpoint engine, and what has to come out."""
+
+    name: Name
     count: int
     checksum: int
 
