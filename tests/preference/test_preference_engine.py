@@ -177,3 +177,26 @@ def test_guidance_of_the_rollout_is_not_trained():
     guided.model_config.pipeline.guidance_scale = 7.0
     assert guided.adapter.cfg_scale(guided.adapter.unguided(guided.model_config)) <= 1
     assert guided.model_config.pipeline.guidance_scale == 7.0
+
+
+@pytest.mark.parametrize("loss", ["diffusion_nft", "awm"])
+def test_the_old_velocity_is_of_the_policy_that_drew_each_sample(loss):
+    """Two versions in one batch, and the weights that learn are a third. Against the same rows, each version alone."""
+    engine = make_engine(tiny_checkpoint(), loss)
+    anchors = anchor_policies(loss, actor_config(loss))
+    policy, data, alone = anchors["old_velocity"], make_batch(engine), {}
+    for version in (4, 5):
+        engine.remember_policy(policy, version, most=2)
+        alone[version] = engine.before_update(data, anchors)["old_velocity"]
+        update(engine, make_batch(engine), loss)
+        if policy == "old":
+            engine.move_old(0.5)
+    drawn_by = torch.tensor([4, 5, 5, 4, 5, 4])
+    found = engine.before_update(data | {"drawn_by": drawn_by}, anchors, versions=(4, 5))["old_velocity"]
+    for row, version in enumerate(drawn_by.tolist()):
+        assert torch.equal(found[row], alone[version][row])
+        assert not torch.equal(found[row], alone[9 - version][row])
+    engine.remember_policy(policy, 6, most=2)
+    with pytest.raises(KeyError), engine.policy("current after 4" if policy == "current" else "old after 4"):
+        pass
+    assert not any(name.endswith("after 6") for name in engine.policies.state_dict()), "no checkpoint needs them"

@@ -86,7 +86,7 @@ def wait_until(found) -> None:
 
 def test_a_server_dies_in_a_rollout(server, tmp_path, capsys):
     """Of a block of two samples, one was answered before: the other is drawn again, with the same weights."""
-    trained = SimpleNamespace(publish_weights=lambda policy: [store_in_buckets([("w", torch.ones(40_000))])])
+    trained = SimpleNamespace(publish_weights=lambda policy, version: [store_in_buckets([("w", torch.ones(40_000))])])
     rollouts = ServerRollouts([server], trained, Timeline())
     rollouts.watch()
     rollouts.begin("current", 7)
@@ -122,7 +122,7 @@ def test_weights_stay_as_long_as_a_server_holds_them():
     server = SimpleNamespace(**{name: SimpleNamespace(remote=does) for name in ("start", "begin", "update_weights")})
     stored = [torch.ones(1), torch.ones(1)]
     first, second = map(weakref.ref, stored)
-    trained = SimpleNamespace(publish_weights=lambda policy: [stored.pop(0)])
+    trained = SimpleNamespace(publish_weights=lambda policy, version: [stored.pop(0)])
     rollouts = ServerRollouts([server, server], trained, Timeline())
     rollouts.begin("current", 0)
     rollouts.begin("current", 0)  # nothing new

@@ -106,8 +106,9 @@ class _LocalGroup:
     def checkpoint_bytes(self) -> list[int]:
         return [self.worker.checkpoint_bytes()]
 
-    def publish_weights(self, policy: str) -> list[dict[str, torch.Tensor]]:
+    def publish_weights(self, policy: str, version: int) -> list[dict[str, torch.Tensor]]:
         engine = self.worker.engine
+        self.worker.remember(policy, version)
         with engine.eval_mode(), engine.policy(policy):
             return [{name: tensor.detach().clone() for name, tensor in engine.get_per_tensor_param()[0]}]
 

@@ -141,16 +141,24 @@ class DiffusionWorker(Worker):
         self.trajectories.release(*experiences)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def publish_weights(self, policy: str = "current") -> StoredWeights:
+    def publish_weights(self, policy: str, version: int) -> StoredWeights:
         """The trained weights of a policy in Ray's object store. All ranks take part, the first has the references."""
+        self.remember(policy, version)
         with self.engine.eval_mode(), self.engine.policy(policy):
             return store_in_buckets(self.engine.get_per_tensor_param()[0], keep=dist.get_rank() == 0)
+
+    def remember(self, policy: str, version: int) -> None:
+        """Servers are going to draw with it. A loss that compares with whoever drew may come to it steps later."""
+        behind = self.config.trainer.max_staleness
+        if behind and policy == self.anchors.get("old_velocity"):
+            self.engine.remember_policy(policy, version, most=behind + 1)
 
     async def execute_checkpoint_engine(self, method: str, **kwargs: Any) -> Any:
         return getattr(self.channel.engine, method)(**kwargs)
 
     async def send_weights(self, name: Name) -> SentWeights:
         """The trained weights of a policy to all rollout servers, which receive them now. All ranks take part."""
+        self.remember(*name)
         with self.engine.eval_mode(), self.engine.policy(name[0]):
             return await self.channel.send(self.engine.get_per_tensor_param()[0], name)
 
@@ -214,7 +222,8 @@ class DiffusionWorker(Worker):
         """All optimizer steps of one rollout; `num_mini_batches` and `epochs` are in the batch's meta_info."""
         epochs, stale = data.meta_info["epochs"], data.meta_info.get("stale", False)
         old = self._choose_old_log_probs(stale)
-        minis = [self.engine.before_update(mini, self.anchors) for mini in self._mini_batches(data)]
+        versions = data.meta_info.get("versions", ())
+        minis = [self.engine.before_update(mini, self.anchors, versions) for mini in self._mini_batches(data)]
         history = []
         with self.engine.train_mode():
             own = old is not None and old.source == "train"

@@ -212,10 +212,10 @@ def _check_staleness(settings: DiffusionTrainerConfig) -> None:
                 "nothing is behind: leave it out"
             )
         return
-    if "old_velocity" in anchor_policies(arr.model.algorithm, arr.actor):
+    if "old_velocity" in anchor_policies(arr.model.algorithm, arr.actor) and trainer.stale_groups == "keep":
         raise ValueError(
-            f"trainer.mode={trainer.mode}: {arr.model.algorithm} compares with the policy that drew the samples, which "
-            "has moved on when they are learned from: set trainer.mode=separate or colocated"
+            f"trainer.stale_groups=keep: {arr.model.algorithm} compares with the policy that drew the samples, and "
+            "only those of the last max_staleness + 1 steps are kept: leave it drop"
         )
     if arr.actor.old_log_probs == "train":
         raise ValueError(

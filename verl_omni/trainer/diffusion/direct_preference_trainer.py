@@ -99,6 +99,10 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
             "mini_batch_rows": [n * size for n in sizes],
             "epochs": actor.ppo_epochs,
         }
+        if self.pace.overlaps:  # the weights have moved on since they drew these samples
+            versions = [int(version) for version in batch.non_tensor_batch["version"]]
+            dealt.batch["drawn_by"] = torch.tensor(versions)[rows]
+            dealt.meta_info |= {"stale": True, "versions": sorted(set(versions))}
         return self.actor_wg.update_actor(dealt)[0]
 
     def _noise_levels(self, units: int) -> dict[str, torch.Tensor]:

@@ -67,7 +67,7 @@ class ServerRollouts:
     ):
         """`send` brings weights to the servers in another way than through Ray's object store."""
         self.servers, self.actor_wg, self.timeline = servers, actor_wg, timeline
-        self._send = send or (lambda policy, version: actor_wg.publish_weights(policy)[0])
+        self._send = send or (lambda policy, version: actor_wg.publish_weights(policy, version)[0])
         self.restarts = 0
         self._loading = dict(enumerate(server.start.remote() for server in servers))
         self._held: dict[int, Weights] = {}

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from verl_omni.workers.engine.metrics import accumulate, and_last, is_maximum
 from verl_omni.workers.engine.module import autocast, build_module, on_gpu, resolve_dtypes
 from verl_omni.workers.engine.optimizer import build_optimizer
 from verl_omni.workers.engine.pairs import micro_batches
-from verl_omni.workers.engine.policies import Policies
+from verl_omni.workers.engine.policies import Policies, policy_at
 from verl_omni.workers.host_memory import HostMemory, bring, bring_state, local
 
 LossFunction = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], Any]
@@ -250,7 +250,14 @@ class DiffusionEngine(BaseEngine):
 
     # ---- forward, backward, step ---------------------------------------------------------------------
 
-    def before_update(self, data: dict[str, torch.Tensor], anchors: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    def remember_policy(self, name: str, version: int, most: int) -> None:
+        """The policy of that name, as it is now, under `policy_at(name, version)`, beside the `most` - 1 before it."""
+        with self.policy(name):
+            self.policies.remember(policy_at(name, version), most)
+
+    def before_update(
+        self, data: dict[str, torch.Tensor], anchors: Mapping[str, str], versions: Sequence[int] = ()
+    ) -> dict[str, torch.Tensor]:
         """Add to a mini-batch what has to be computed before the first optimizer step."""
         return data
 

@@ -1,17 +1,18 @@
 """What a forward of direct preference computes: velocities at single noise levels of the forward process."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from verl_omni.algorithms.forward_process import noised
 from verl_omni.pipelines.sampling import transformer_inputs
 from verl_omni.workers.engine.base import DiffusionEngine
+from verl_omni.workers.engine.policies import policy_at
 
 # What exists once for each noise level of a sample, (B, K, ...). Everything else exists once for each sample.
 LEVEL_KEYS = ("sigma", "noise", "old_velocity", "ref_velocity", "ema_velocity")
 # Bookkeeping that no loss sees.
-OWN_KEYS = ("noise_seed", "share")
+OWN_KEYS = ("noise_seed", "share", "drawn_by")
 
 
 class NoiseLevels(DiffusionEngine):
@@ -33,10 +34,13 @@ class NoiseLevels(DiffusionEngine):
     def trained_timesteps(self, data: dict[str, torch.Tensor]) -> torch.Tensor:
         return data["sigma"].flatten() * self.scheduler.config.num_train_timesteps
 
-    def before_update(self, data: dict[str, torch.Tensor], anchors: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    def before_update(
+        self, data: dict[str, torch.Tensor], anchors: Mapping[str, str], versions: Sequence[int] = ()
+    ) -> dict[str, torch.Tensor]:
         """Draw the noise, and the velocities of other policies (`anchors`: name in the batch -> policy), in CPU memory.
 
-        This happens before the first optimizer step, so that "current" is the policy that made the samples.
+        This happens before the first optimizer step, so that "current" is the policy that made the samples. Where
+        earlier ones made them, `versions` are those of all ranks' samples, and `drawn_by` is that of each row.
         """
         if "final_latents" in data:  # of a rollout; cached pairs have their clean latents already
             data = {"clean_latents" if k == "final_latents" else k: v for k, v in data.items()}
@@ -49,11 +53,14 @@ class NoiseLevels(DiffusionEngine):
         for name, policy in anchors.items():
             # A ratio to the policy itself is 1 only if both sides come from the same kernels.
             as_trained = policy == "current" and not self.rounds_like_rollout
-            with self.eval_mode(), self.policy(policy):
-                output = self.infer_batch(evaluated, training_graph=as_trained)["model_output"]
-            flat = output["velocity"].cpu()
-            found[name] = flat.new_empty(data["noise"].shape)
-            found[name][rows, levels] = flat
+            stale = name == "old_velocity" and versions
+            for version in versions if stale else [None]:
+                # Every rank runs as many forwards as others: all of its rows, whoever drew them.
+                with self.eval_mode(), self.policy(policy_at(policy, version) if stale else policy):
+                    output = self.infer_batch(evaluated, training_graph=as_trained)["model_output"]
+                flat = output["velocity"].cpu()
+                own = data["drawn_by"][rows].cpu() == version if stale else slice(None)
+                found.setdefault(name, flat.new_empty(data["noise"].shape))[rows[own], levels[own]] = flat[own]
         return data | found
 
     def rows_and_levels(self, data: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,11 @@ from verl.utils.device import get_torch_device
 from verl_omni.workers.host_memory import host_copy, local
 
 
+def policy_at(name: str, version: int) -> str:
+    """A policy as it was after so many training steps."""
+    return f"{name} after {version}"
+
+
 class Policies:
     """`before_swap` is called before weights are exchanged: gathered copies of them would be stale."""
 
@@ -26,16 +31,26 @@ class Policies:
         self.offload = offload
         self.before_swap = before_swap
         self.copies: dict[str, dict[str, torch.Tensor]] = {}
+        self.drew: dict[str, dict[str, torch.Tensor]] = {}  # policies that samples on their way were drawn with
 
     def __contains__(self, name: str) -> bool:
         return name in self.copies
 
-    @torch.no_grad()
     def keep(self, name: str, offload: bool = False) -> None:
         """Remember the weights as they are now under this name, in CPU memory if `offload` says so."""
+        self.copies[name] = self._copy(offload)
+
+    def remember(self, name: str, most: int) -> None:
+        """The weights as they are now draw samples that will be learned from later; `most` such policies are kept."""
+        self.drew.pop(name, None)
+        self.drew = dict([*self.drew.items(), (name, self._copy())][-most:])
+
+    @torch.no_grad()
+    def _copy(self, offload: bool = False) -> dict[str, torch.Tensor]:
         copied = host_copy if self.offload or offload else torch.clone
-        self.copies[name] = {k: copied(local(p).detach()) for k, p in self.parameters.items()}
+        copies = {k: copied(local(p).detach()) for k, p in self.parameters.items()}
         get_torch_device().synchronize()
+        return copies
 
     @torch.no_grad()
     def blend(self, name: str, decay: float) -> None:
@@ -57,7 +72,7 @@ class Policies:
     def _swap(self, name: str) -> None:
         self.before_swap()
         for key, parameter in self.parameters.items():
-            held, shard = self.copies[name][key], local(parameter)
+            held, shard = (self.drew.get(name) or self.copies[name])[key], local(parameter)
             current = shard.detach().clone()
             shard.copy_(held, non_blocking=True)
             held.copy_(current, non_blocking=True)
