@@ -7,7 +7,6 @@ several times and give the runs all the addresses.
 """
 
 import argparse
-import ipaddress
 import os
 import sys
 from typing import Any
@@ -19,6 +18,7 @@ from verl_omni.rewards import check_package, check_settings, make_scorer
 from verl_omni.rewards.serving.client import token_from
 from verl_omni.rewards.serving.contract import Limits
 from verl_omni.utils.external_lib import import_external_lib
+from verl_omni.utils.listening import is_loopback
 from verl_omni.utils.suggest import unknown
 
 
@@ -100,13 +100,6 @@ def read_settings(given: list[str], scorers: list[str]) -> dict[str, dict[str, A
     except OmegaConfBaseException as error:
         raise ValueError(f"--set: {error}") from error
     return {name: tree.get(name, {}) for name in scorers}
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
-        return host == "localhost"
 
 
 if __name__ == "__main__":

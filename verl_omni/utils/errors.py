@@ -1,5 +1,13 @@
-"""What ends a run and is shown to the user as one line, whichever process found it."""
+"""What is shown to a user as one line, whichever process found it."""
 
 
 class RunError(ValueError):
-    """Its text is that line, in the user's words: what was wrong, what was expected, what to type instead."""
+    """Ends the run. Its text is that line, in the user's words: what was wrong, what was expected, what to type."""
+
+
+class Refused(Exception):
+    """A request that a server does not take: the HTTP status, and one line in the user's words."""
+
+    def __init__(self, status: int, words: str):
+        super().__init__(words)
+        self.status, self.words = status, words

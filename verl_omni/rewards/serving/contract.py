@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from verl_omni.rewards.images import to_rgb_array
+from verl_omni.utils.errors import Refused
 from verl_omni.utils.suggest import unknown
 
 Encoding = Literal["png", "tensor"]
@@ -33,14 +34,6 @@ class Sample:
     ground_truth: Any = None
     prompt: str = ""
     extra_info: dict[str, Any] | None = None
-
-
-class Refused(Exception):
-    """A request that a server does not take: the HTTP status, and one line in the user's words."""
-
-    def __init__(self, status: int, words: str):
-        super().__init__(words)
-        self.status, self.words = status, words
 
 
 def encode(sample: Sample, encoding: Encoding = "png") -> bytes:

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from verl_omni.rewards.serving.contract import Refused, Sample, plain
+from verl_omni.rewards.serving.contract import Sample, plain
 from verl_omni.rewards.serving.metrics import Metrics
 from verl_omni.utils.batcher import Batcher
+from verl_omni.utils.errors import Refused
 
 # How long a batch that is not full waits for more.
 GATHER_SECONDS = 0.005

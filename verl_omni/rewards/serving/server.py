@@ -1,11 +1,9 @@
 """A server of scorers: FastAPI and uvicorn in one process, one thread a scorer."""
 
 import asyncio
-import hmac
 import signal
-import socket
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,18 +12,20 @@ from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
-from verl_omni.rewards.serving.contract import Limits, Refused, Sample, decode
+from verl_omni.rewards.serving.contract import Limits, Sample, decode
 from verl_omni.rewards.serving.metrics import Metrics
 from verl_omni.rewards.serving.queues import ScorerQueue
+from verl_omni.utils.errors import Refused
+from verl_omni.utils.http_requests import (
+    KEEP_ALIVE_SECONDS,
+    NOBODY,
+    RETRY_AFTER,
+    asks_for,
+    read_body,
+    unless_gone,
+)
+from verl_omni.utils.listening import BACKLOG, address_of, take_port
 from verl_omni.utils.suggest import unknown
-
-# A body that takes longer to arrive has lost its client: its place goes to another.
-BODY_SECONDS = 60
-# Longer than clients keep a connection that they do not use: else one may be closed while a request is on its way.
-KEEP_ALIVE_SECONDS = 60
-BACKLOG = 2048
-RETRY_AFTER = {"Retry-After": "1"}
-NOBODY = 499  # the client has gone; for the metrics, since nobody reads the answer
 
 
 class RewardServer:
@@ -35,16 +35,8 @@ class RewardServer:
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0):
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            self._socket.bind((host, port))
-        except (OSError, OverflowError) as error:
-            self._socket.close()
-            raise OSError(f"cannot listen on {host} port {port}: {getattr(error, 'strerror', error)}") from error
-        shown = f"[{host}]" if ":" in host else host
-        self.address = f"http://{shown}:{self._socket.getsockname()[1]}"
+        self._socket = take_port(host, port)
+        self.address = address_of(self._socket, host)
         self._uvicorn: uvicorn.Server | None = None
         self._stopped = threading.Event()
 
@@ -96,14 +88,7 @@ class RewardServer:
 def make_app(queues: Mapping[str, ScorerQueue], metrics: Metrics, limits: Limits, token: str | None) -> FastAPI:
     app = FastAPI(openapi_url=None)
     app.state.cut_off = False
-    wanted = f"Bearer {token}".encode()
-
-    async def with_token(request: Request) -> None:
-        given = request.headers.get("authorization", "").encode("latin-1")  # the bytes as they came
-        if token is not None and not hmac.compare_digest(given, wanted):
-            raise HTTPException(401, "this server wants its token: Authorization: Bearer ...")
-
-    guarded = [Depends(with_token)]
+    guarded = [Depends(asks_for(token))]
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -145,43 +130,10 @@ async def _scores(queue: ScorerQueue, request: Request, limits: Limits) -> list[
     with ExitStack() as places:
         # Before the body is read, so that bodies in memory are as few as places.
         places.enter_context(queue.places(1))
-        body = await _body(request, limits.request_bytes)
+        body = await read_body(request, limits.request_bytes, "send less, or raise --max-request-bytes")
         samples: list[Sample] = await asyncio.to_thread(decode, body, limits)
         del body
         if len(samples) > queue.size:
             raise Refused(413, f"{len(samples)} samples in a request, and the queue has {queue.size} places: send less")
         places.enter_context(queue.places(len(samples) - 1))
-        return await _unless_gone(request, queue.score(samples))
-
-
-async def _body(request: Request, most: int) -> bytes:
-    too_large = Refused(413, f"the request has more than {most} bytes: send less, or raise --max-request-bytes")
-    if int(request.headers.get("content-length", 0)) > most:
-        raise too_large
-
-    async def read() -> bytes:
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > most:
-                raise too_large
-        return bytes(body)
-
-    try:
-        return await asyncio.wait_for(read(), BODY_SECONDS)
-    except asyncio.TimeoutError as error:
-        raise Refused(408, f"the request did not arrive within {BODY_SECONDS} s") from error
-
-
-async def _unless_gone(request: Request, answer: Awaitable[Any]) -> Any:
-    """The answer, or ClientDisconnect as soon as nobody waits for it."""
-    answering = asyncio.ensure_future(answer)
-    leaving = asyncio.ensure_future(request.receive())  # after the body only a disconnect can come
-    try:
-        await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not answering.done():
-            raise ClientDisconnect
-        return answering.result()
-    finally:
-        answering.cancel()
-        leaving.cancel()
+        return await unless_gone(request, queue.score(samples))
