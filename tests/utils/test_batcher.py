@@ -134,3 +134,28 @@ def test_a_caller_that_goes_away_does_not_disturb_the_others():
         return [await tasks[1], last]
 
     assert asyncio.run(leave()) == [2, 4]
+
+
+@pytest.mark.parametrize("burst", [True, False], ids=["blocks", "loose calls"])
+def test_guests_have_every_second_batch_at_most(burst):
+    """Three guests come first, and three blocks (or loose batches) of two others after them."""
+    work = Work()
+    guests = [{"item": 100 + i, "position": (0, 1, f"guest {i}"), "guest": True} for i in range(3)]
+    others = [{"item": i, **({"position": (i, 6)} if burst else {})} for i in range(6)]
+    assert run(Batcher(work, 2, 1e9), [*guests, *others]) == [2 * call["item"] for call in [*guests, *others]]
+    assert work.batches == [[100], [0, 1], [101], [2, 3], [102], [4, 5]]
+
+
+def test_a_guest_that_has_gone_before_its_turn_is_forgotten():
+    work = Work()
+    batcher = Batcher(work, 2, 0.01)
+
+    async def leave():
+        waiting = [asyncio.create_task(batcher.submit(i, position=(i, 2, "guest"), guest=True)) for i in range(2)]
+        await asyncio.sleep(0)
+        for one in waiting:
+            one.cancel()
+        return await asyncio.wait_for(batcher.submit(7), GUARD)
+
+    assert asyncio.run(leave()) == 14
+    assert work.batches == [[7]]

@@ -30,6 +30,8 @@ class Request:
     negative_prompt_ids: list[int] | None
     images: list[Any] | None
     params: dict[str, Any]
+    #: of somebody who looks on: no run depends on it
+    guest: bool = False
 
     @property
     def kind(self) -> tuple:

@@ -12,6 +12,7 @@ class _Call:
     item: Any
     key: Hashable
     position: tuple | None
+    guest: bool
     done: asyncio.Future
 
 
@@ -24,6 +25,9 @@ class Batcher:
     Batches are then the consecutive blocks of the burst, whatever the order of arrival, so that a run repeats bit for
     bit. Calls of a block whose keys differ make a batch for each key. A place that nobody will take is given back by
     `withdraw`. Other calls are batched by a short wait.
+
+    A block of `guest` calls waits its turn, and after it others go first: whatever guests ask for, others have every
+    second batch. A guest that has gone before its turn is forgotten.
     """
 
     def __init__(self, work: Callable[[list[Any]], list[Any]], max_size: int, max_wait_s: float, parallel: int = 1):
@@ -32,13 +36,15 @@ class Batcher:
         self._running: list[_Call] = []
         self._ready: list[list[_Call]] = []
         self._withdrawn: set[tuple] = set()
+        self._guest_was_last = False
         self._pump: asyncio.Task | None = None
         self._working: set[asyncio.Task] = set()
         self._threads = concurrent.futures.ThreadPoolExecutor(parallel)
 
-    async def submit(self, item: Any, key: Hashable = None, position: tuple | None = None) -> Any:
+    async def submit(self, item: Any, key: Hashable = None, position: tuple | None = None, guest: bool = False) -> Any:
+        """The result of `work` on this item. A guest says its position in a burst of its own."""
         loop = asyncio.get_running_loop()
-        call = _Call(item, key, position, loop.create_future())
+        call = _Call(item, key, position, guest, loop.create_future())
         self._waiting.append(call)
         if self._pump is None or self._pump.done():
             self._arrived = asyncio.Event()
@@ -113,24 +119,26 @@ class Batcher:
         while True:
             if self._ready:
                 return self._ready.pop(0)
+            self._waiting = [c for c in self._waiting if not (c.guest and c.done.cancelled())]
+            loose = [c for c in self._waiting if c.position is None]
+            same = [c for c in loose if c.key == loose[0].key][: self.max_size] if loose else []
             block = self._whole_block()
-            if block:
+            if block and not (self._guest_was_last and block[0].guest and loose):
+                self._guest_was_last = block[0].guest
                 self._take(block)
                 keys = dict.fromkeys(call.key for call in block)
                 self._ready = [[call for call in block if call.key == key] for key in keys]
                 continue
-            loose = [c for c in self._waiting if c.position is None]
-            same = [c for c in loose if c.key == loose[0].key][: self.max_size] if loose else []
-            if len(same) == self.max_size:
-                return self._take(same)
+            if block or len(same) == self.max_size:
+                return self._take_loose(same)
             self._arrived.clear()
             try:
                 await asyncio.wait_for(self._arrived.wait(), self.max_wait_s if loose else None)
             except asyncio.TimeoutError:
-                return self._take(same)
+                return self._take_loose(same)
 
     def _whole_block(self) -> list[_Call]:
-        """The first block of a burst of which every member has arrived."""
+        """The first block of a burst of which every member has arrived; a second one of guests only if it is alone."""
         blocks: dict[Any, dict[int, _Call]] = {}
         for call in self._waiting:
             if call.position is not None:
@@ -138,13 +146,22 @@ class Batcher:
                 burst = name[0] if name else call.key
                 # Where two bursts overlap, the later call of an index waits for the next round.
                 blocks.setdefault((burst, total, index // self.max_size), {}).setdefault(index, call)
-        for (burst, total, number), calls in sorted(blocks.items(), key=lambda b: b[0][2]):
+
+        def turn(block: tuple[tuple, dict[int, _Call]]) -> tuple[bool, int]:
+            (_, _, number), calls = block
+            return self._guest_was_last and next(iter(calls.values())).guest, number
+
+        for (burst, total, number), calls in sorted(blocks.items(), key=turn):
             places = range(number * self.max_size, min((number + 1) * self.max_size, total))
             empty = {(index, total, burst) for index in places if (index, total, burst) in self._withdrawn}
             if len(calls) + len(empty) == len(places):
                 self._withdrawn -= empty
                 return [calls[index] for index in sorted(calls)]
         return []
+
+    def _take_loose(self, batch: list[_Call]) -> list[_Call]:
+        self._guest_was_last = False
+        return self._take(batch)
 
     def _take(self, batch: list[_Call]) -> list[_Call]:
         self._waiting = [c for c in self._waiting if c not in batch]

@@ -63,7 +63,11 @@ class RolloutEngine(ABC):
         negative_prompt_ids: list[int] | None = None,
         priority: int = 0,
     ) -> RolloutOutput:
-        """One sample for one tokenized prompt. Concurrent calls may share forwards."""
+        """One sample for one tokenized prompt. Concurrent calls may share forwards.
+
+        `priority` above 0 is for guests, who are not to hold up a run: their requests say a `position` in a burst of
+        their own, and others have every second batch.
+        """
 
     @abstractmethod
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:

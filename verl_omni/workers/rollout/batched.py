@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -51,7 +51,12 @@ class BatchedRollout(RolloutEngine):
         """Take all of these weights, or raise: half of an update is no policy. Nothing is drawn meanwhile."""
 
     def begin(self) -> None:
-        """Before a rollout."""
+        """Before a rollout. A guest may be looking on: what belongs to a rollout changes between two batches."""
+        with self.between_batches():
+            self.forget_rollout()
+
+    def forget_rollout(self) -> None:
+        """Whatever the engine keeps of one rollout."""
 
     async def generate(
         self,
@@ -66,16 +71,23 @@ class BatchedRollout(RolloutEngine):
         """One image for one tokenized prompt. Concurrent calls share forwards, up to `max_num_seqs`."""
         if self._stopped:
             raise RuntimeError("the rollout engine has been stopped")
-        request = Request(list(prompt_ids), negative_prompt_ids, image_data, dict(sampling_params))
-        return await self.batcher.submit(request, request.kind, sampling_params.get("position"))
+        guest = priority > 0
+        request = Request(list(prompt_ids), negative_prompt_ids, image_data, dict(sampling_params), guest)
+        return await self.batcher.submit(request, request.kind, sampling_params.get("position"), guest)
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Between two batches."""
+        with self.between_batches():
+            self.load_weights(weights, version)
+            self.version = version
+
+    @contextlib.contextmanager
+    def between_batches(self) -> Iterator[None]:
+        """Nothing is drawn while this lasts."""
         was_paused = self._paused
         self.pause()
         try:
-            self.load_weights(weights, version)
-            self.version = version
+            yield
         finally:
             if not was_paused:
                 self.resume()
@@ -101,11 +113,18 @@ class BatchedRollout(RolloutEngine):
             self._state.wait_for(lambda: not self._paused)
             self._running = True
         try:
-            return self.draw_batch(requests)
+            with without_compiling() if requests[0].guest else contextlib.nullcontext():
+                return self.draw_batch(requests)
         finally:
             with self._state:
                 self._running = False
                 self._state.notify_all()
+
+
+def without_compiling() -> contextlib.AbstractContextManager[None]:
+    """A size that a run does not have would be compiled while the run waits, and after that dynamo would take graphs
+    for any size, which are slower, for the run's own sizes too."""
+    return torch.compiler.set_stance("force_eager")
 
 
 def answer(sample: Sample, version: int) -> RolloutOutput:

@@ -104,8 +104,8 @@ class DiffusersRollout(Drawer, BatchedRollout):
             latents = torch.cat([latents, latents[-1:].expand(self.decode_batch_size - rows, *latents.shape[1:])])
         return super()._decode(latents, model_config)[:rows]
 
-    def begin(self) -> None:
-        """Before a rollout: forget the times, and on the device the prompts, of the one before."""
+    def forget_rollout(self) -> None:
+        """The times, and on the device the prompts."""
         self.seconds = {}
         self.forget_device()
         self.encoders.rollout_begins()

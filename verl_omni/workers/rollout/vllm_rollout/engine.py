@@ -101,8 +101,8 @@ class VllmOmniRollout(BatchedRollout):
     def draw_batch(self, requests: list[Request]) -> list[RolloutOutput]:
         return [answer(sample, self.version) for sample in self.engine.draw(requests)]
 
-    def begin(self) -> None:
-        """Before a rollout: forget the prompts of the one before, on the device."""
+    def forget_rollout(self) -> None:
+        """The prompts on the device."""
         self.drawer.forget_device()
 
     def stop(self) -> None:
