@@ -59,6 +59,8 @@ class DiffusionModelBase(ABC):
     rowless_inputs: ClassVar[tuple[str, ...]] = ()
     # The attention kernel on a GPU where the user names none (fsdp_config.attention_backend); None: diffusers' choice.
     attention_backend: ClassVar[str | None] = None
+    # Whether a prompt is nothing without images.
+    needs_images: ClassVar[bool] = False
     # Submodules of the pipeline that are trained (Wan2.2 has two).
     trained_components: ClassVar[tuple[str, ...]] = ("transformer",)
 

@@ -1,5 +1,6 @@
 """Pixels as pictures: for rewards that look at them, and for people."""
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,20 @@ def as_pil(image: torch.Tensor) -> Any:
     return Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
 
 
+def picture_file(pixels: torch.Tensor) -> tuple[bytes, str]:
+    """An image as a PNG file, a video as an animation: (what is in the file, the ending of its name)."""
+    picture, file = as_pil(pixels), io.BytesIO()
+    if isinstance(picture, list):
+        picture[0].save(file, "GIF", save_all=True, append_images=picture[1:], duration=125, loop=0)
+        return file.getvalue(), "gif"
+    picture.save(file, "PNG")
+    return file.getvalue(), "png"
+
+
 def write_image(pixels: torch.Tensor, file: Path) -> str:
     """Write an image as `<file>.png`, a video as an animation; the file's name."""
-    picture, file = as_pil(pixels), Path(file)
+    (content, ending), file = picture_file(pixels), Path(file)
     file.parent.mkdir(parents=True, exist_ok=True)
-    if isinstance(picture, list):
-        path = file.with_name(f"{file.name}.gif")
-        picture[0].save(path, save_all=True, append_images=picture[1:], duration=125, loop=0)
-    else:
-        path = file.with_name(f"{file.name}.png")
-        picture.save(path)
+    path = file.with_name(f"{file.name}.{ending}")
+    path.write_bytes(content)
     return path.name

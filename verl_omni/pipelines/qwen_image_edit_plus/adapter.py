@@ -47,6 +47,8 @@ def condition_images(images: list[Any] | None) -> list[Any]:
 
 @DiffusionModelBase.register("QwenImageEditPlusPipeline", algorithm="flow_grpo")
 class QwenImageEditPlus(QwenImage):
+    needs_images = True
+
     @classmethod
     def prepare_model_inputs(
         cls,

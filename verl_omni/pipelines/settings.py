@@ -1,0 +1,39 @@
+"""What one image of a model can be asked to be: how validation asks for it, and which sizes there are."""
+
+import dataclasses
+from typing import Any
+
+from verl_omni.config import (
+    DiffusionModelConfig,
+    DiffusionPipelineConfig,
+    DiffusionRolloutConfig,
+    validation_pipeline,
+)
+from verl_omni.pipelines.model_base import DiffusionModelBase
+
+
+def validation_sampling(rollout: DiffusionRolloutConfig, model: DiffusionModelConfig, **over: Any) -> dict[str, Any]:
+    """The sampling parameters of validation, but for seeds; `over` are knobs of the pipeline to be otherwise."""
+    val, pipeline = rollout.val_kwargs, dataclasses.replace(validation_pipeline(rollout), **over)
+    sampling = dataclasses.asdict(pipeline) | {
+        "noise_level": val.noise_level,
+        "sde_type": val.sde_type or rollout.algo.sde_type,
+    }
+    if val.noise_level > 0:
+        model = dataclasses.replace(model, pipeline=pipeline)
+        sampling["sde_window"] = (0, DiffusionModelBase.get_class(model).num_steps(model) - 1)
+    return sampling
+
+
+def check_size(where: str, pipeline: DiffusionPipelineConfig, model: DiffusionModelConfig) -> None:
+    """The model has latents of that size, or one line names its neighbours."""
+    adapter = DiffusionModelBase.get_class(model)
+    multiple = adapter.vae_scale_factor(dataclasses.replace(model, pipeline=pipeline)) * adapter.size_multiple
+    for name in ("height", "width"):
+        value = getattr(pipeline, name)
+        if value < multiple or value % multiple:
+            below = max(value // multiple, 1) * multiple
+            raise ValueError(
+                f"{where}{name}={value} is no multiple of {multiple} (vae_scale_factor * {adapter.size_multiple}): "
+                f"try {below} or {below + multiple}"
+            )
