@@ -1,13 +1,26 @@
 """Samples drawn by servers with their own copy of the model, to which weights are pushed."""
 
+import base64
+import io
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
-from e2e_runs import LEARNING, ROOT, metrics, run_here, settings, users_environment
+import requests
+from e2e_runs import LEARNING, ROOT, metrics, prompts, run_here, settings, users_environment
+from PIL import Image
 
+from verl_omni.data.prompt_dataset import user_text
+from verl_omni.testing.local_trainer import local_config, local_trainer
+from verl_omni.utils.background import wait_for
+
+HTTP = "actor_rollout_ref.rollout.http"
 # The score of `uninterrupted`, without the rest of its module.
 BRIGHTNESS = """
 def compute_score(image):
@@ -29,6 +42,45 @@ def test_a_rollout_server_without_staleness_changes_no_number(tmp_path, monkeypa
         own = ("staleness/mean", "staleness/max", "rollout/server_restarts")
         assert [found[step].pop(name) for name in own] == [0, 0, 0]
     assert found == metrics(uninterrupted)
+
+
+def test_people_look_at_the_policy_and_no_number_changes(tmp_path, monkeypatch, capsys):
+    """Somebody asks all the time, in one process. What validation has drawn last is drawn once more over HTTP."""
+    (tmp_path / "brightness.py").write_text(BRIGHTNESS)
+    monkeypatch.chdir(tmp_path)
+    own = [one for one in LEARNING if "killer" not in one] + ["reward.custom_reward_function.path=brightness.py"]
+    run_here(settings("alone", *own, "trainer.mode=separate"), tmp_path, monkeypatch)
+    capsys.readouterr()
+
+    trainer = local_trainer(local_config(settings("run", *own, "trainer.mode=separate", f"{HTTP}.port=0")))
+    address = capsys.readouterr().out.removeprefix("Look at the policy while it trains: ").strip()
+    over, answers = threading.Event(), []
+
+    def look_on() -> None:
+        while not over.is_set():
+            answers.append(requests.post(f"{address}/v1/images/generations", json={"prompt": "a cat"}, timeout=60))
+            time.sleep(0.05)
+
+    looking = threading.Thread(target=look_on)
+    looking.start()
+    try:
+        trainer.fit()
+    finally:
+        over.set()
+        looking.join()
+    assert {answer.status_code for answer in answers} <= {200, 503}
+    assert {answer.json()["version"] for answer in answers if answer.ok} == {0, 1, 2, 3}
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "alone")
+
+    for i, row in enumerate(pq.read_table(prompts() / "test.parquet").to_pylist()):
+        asked = {"prompt": user_text(row["prompt"]), "seed": 42 + i}
+        answer = requests.post(f"{address}/v1/images/generations", json=asked, timeout=60).json()
+        found = np.asarray(Image.open(io.BytesIO(base64.b64decode(answer["data"][0]["b64_json"]))))
+        last = np.asarray(Image.open(tmp_path / f"run/validation/step_3/{i:05d}.png"))
+        first = np.asarray(Image.open(tmp_path / f"run/validation/step_0/{i:05d}.png"))
+        assert answer["version"] == 3
+        assert np.abs(found.astype(int) - last).max() <= 1 < np.abs(found.astype(int) - first).max()
+    wait_for(trainer.rollouts.servers[0].stop.remote())
 
 
 def test_the_documented_one_step_off_script_with_a_correction(tmp_path):

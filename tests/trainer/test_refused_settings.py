@@ -125,7 +125,8 @@ def test_every_number_and_every_name_says_what_it_may_be():
         f"{MODEL}.pipeline", f"{MODEL}.algo", f"{MODEL}.algorithm", f"{ACTOR}.diffusion_loss.loss_mode",
         "algorithm.adv_estimator", f"{ROLLOUT}.algo.sde_type", f"{ROLLOUT}.val_kwargs.sde_type",
         f"{ROLLOUT}.pipeline.negative_prompt", f"{ROLLOUT}.val_kwargs.pipeline.negative_prompt",
-        f"{ROLLOUT}.agent.default_agent_loop", f"{ROLLOUT}.checkpoint_engine.backend",
+        f"{ROLLOUT}.agent.default_agent_loop", f"{ROLLOUT}.checkpoint_engine.backend", f"{ROLLOUT}.http.host",
+        f"{ROLLOUT}.http.token_file",
         "algorithm.rollout_correction.rollout_rs",
     }  # fmt: skip
     types = {name: kind for name, kind in field_types(schema.DiffusionTrainerConfig)}
@@ -183,6 +184,11 @@ def test_weights_of_rewards_are_numbers():
         ([*ASYNC, "trainer.stale_groups=keep", f"{MODEL}.algorithm=awm"], "awm compares with the policy that drew"),
         ([*OFF, f"{ACTOR}.fsdp_config.fold_lora=true", f"{MODEL}.lora_rank=4"], "does nothing beside rollout servers"),
         ([*OFF, "rollout.nnodes=2", f"{ROLLOUT}.nnodes=3"], "are one setting"),
+        ([f"{ROLLOUT}.http.port=8200"], "http.port=8200 has no effect with actor_rollout_ref.hybrid_engine=true"),
+        ([*OFF, f"{ROLLOUT}.http.host=0.0.0.0"], f"has no effect with {ROLLOUT}.http.port=null"),
+        ([*OFF, f"{ROLLOUT}.http.token_file=token"], f"or set {ROLLOUT}.http.port too"),
+        ([*OFF, f"{ROLLOUT}.http.max_pixels=99"], f"or set {ROLLOUT}.http.port too"),
+        ([*OFF, f"{ROLLOUT}.http.max_images=9"], f"or set {ROLLOUT}.http.port too"),
         (["reward.reward_model.nnodes=2"], "has no effect with reward.reward_model.enable=false"),
         (["algorithm.adv_mode=binary"], "adv_mode=binary has no effect with algorithm.trainer_type=policy_gradient"),
         (["algorithm.old_policy_decay=0.5"], "leave it out, or set algorithm.trainer_type=direct_preference"),
@@ -272,6 +278,40 @@ def test_a_pipeline_knob_that_the_architecture_does_not_have(architecture, knob,
 def test_a_key_that_nothing_reads(key):
     """Hydra's `+` adds whatever it is told; recipes go through the same check."""
     assert f'unknown config key "{key}"' in refused(f"+{key}=1")
+
+
+# ---- who may look at the policy ------------------------------------------------------------------------
+
+PORT = [*OFF, f"{ROLLOUT}.http.port=65535"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([*OFF, f"{ROLLOUT}.http.port=65536"], "http.port=65536: expected 0 or more, at most 65535"),
+        ([*PORT, "rollout.n_gpus_per_node=2"], "http.port=65535: the last rollout server would listen on 65536"),
+        ([*PORT, f"{ROLLOUT}.http.host=0.0.0.0"], "http.host=0.0.0.0 lets other machines in: name a file with a token"),
+        ([*PORT, f"{ROLLOUT}.http.host=my.host"], "http.host=my.host lets other machines in: name a file with a token"),
+        ([*PORT, f"{ROLLOUT}.http.token_file=/no/such"], 'token file "/no/such" cannot be read: No such file'),
+        ([*PORT, f"{ROLLOUT}.http.token_file={{empty}}"], "holds no token: expected one word"),
+        ([*PORT, f"{ROLLOUT}.http.max_images=0"], "http.max_images=0: expected 1 or more"),
+    ],
+)
+def test_who_may_look_at_the_policy(overrides, said, tmp_path):
+    (tmp_path / "empty").write_text("\n")
+    assert said in refused(*[override.format(empty=tmp_path / "empty") for override in overrides])
+
+
+def test_a_model_that_needs_images_cannot_be_asked_without(tmp_path):
+    name = "QwenImageEditPlusPipeline"
+    assert f"{name} draws from images" in refused(*PORT, architecture=name)
+
+
+def test_any_port_with_or_without_a_token_passes(tmp_path):
+    (tmp_path / "token").write_text("sesame\n")
+    http = [f"{ROLLOUT}.http.{one}" for one in ("port=0", "host=0.0.0.0", f"token_file={tmp_path}/token")]
+    assert prepared(*OFF, *http).actor_rollout_ref.rollout.http.port == 0
+    assert prepared(*OFF, http[0], f"{ROLLOUT}.http.host='::1'", f"{ROLLOUT}.http.max_images=9")
 
 
 # ---- what only a worker would find ---------------------------------------------------------------------

@@ -7,10 +7,12 @@ import signal
 import sys
 import time
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import ray
+import requests
 import torch
 from omegaconf import OmegaConf
 from ray.exceptions import ActorDiedError
@@ -40,8 +42,8 @@ class Engine:
     def update_weights(self, weights, version):
         self.weights, self.version = dict(weights), version
 
-    async def generate(self, *, sampling_params, **_):
-        if sampling_params.get("position") is not None:
+    async def generate(self, *, sampling_params, priority=0, **_):
+        if sampling_params.get("position") is not None and not priority:
             self.waiting.append(sampling_params["seed"])
             while len(self.waiting) < 2:
                 await asyncio.sleep(0.01)
@@ -70,6 +72,8 @@ def server(tmp_path, monkeypatch):
     monkeypatch.setattr(actors, "PAUSE_SECONDS", 0.05)
     config = OmegaConf.structured(DiffusionTrainerConfig)
     config.actor_rollout_ref.model.path = str(tiny_checkpoint())
+    config.actor_rollout_ref.rollout.pipeline.negative_prompt = ""
+    config.actor_rollout_ref.rollout.pipeline.max_sequence_length = 512
     ray.shutdown()  # one that another test left
     paths = {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}}
     ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="ERROR", runtime_env=paths)
@@ -84,12 +88,29 @@ def wait_until(found) -> None:
         time.sleep(0.01)
 
 
+def version(address: str) -> int | None:
+    return requests.get(f"{address}/health", timeout=60).json()["version"]
+
+
+def drawn_for_a_guest(address: str, folder: Path) -> int:
+    """The version of the weights that drew an image, asked for over HTTP."""
+    (folder / "go on 99").touch()
+    answer = requests.post(f"{address}/v1/images/generations", json={"prompt": "a cat", "seed": 99}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["version"]
+
+
 def test_a_server_dies_in_a_rollout(server, tmp_path, capsys):
     """Of a block of two samples, one was answered before: the other is drawn again, with the same weights."""
     trained = SimpleNamespace(publish_weights=lambda policy, version: [store_in_buckets([("w", torch.ones(40_000))])])
     rollouts = ServerRollouts([server], trained, Timeline())
     rollouts.watch()
+    rollouts.listen(0)
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Look at the policy")]
+    address = said.removeprefix("Look at the policy while it trains: ")
+    assert version(address) is None
     rollouts.begin("current", 7)
+    assert drawn_for_a_guest(address, tmp_path) == 7
     engines = [SampleEngine(server, {"position": (i, 2), "place": {"key": f"e/{i}", "ship": True}}) for i in (0, 1)]
     first, second = [start(one.generate.remote(sampling_params={"seed": i})) for i, one in enumerate(engines)]
     wait_until(lambda: (tmp_path / "asked 1").exists())
@@ -103,7 +124,8 @@ def test_a_server_dies_in_a_rollout(server, tmp_path, capsys):
     # What it had answered outlives it.
     assert all(ray.get(answer.reference.stored)["all_latents"].sum() == 40_000 for answer in answers)
     assert rollouts.metrics() == {"rollout/server_restarts": 1}
-    assert "rollout server 0 has died and is started again\n" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("rollout server 0 has died and is started again\n") == 1
+    assert drawn_for_a_guest(address, tmp_path) == 7
 
     third = start(engines[0].generate.remote(sampling_params={"seed": 2}))
     wait_until(lambda: (tmp_path / "asked 2").exists())

@@ -15,6 +15,7 @@ from verl_omni.config.rollout import (
     DiffusionRolloutAlgoConfig,
     DiffusionRolloutConfig,
     DiffusionValKwargs,
+    HttpConfig,
     validation_pipeline,
 )
 
@@ -30,6 +31,7 @@ __all__ = [
     "DiffusionRolloutConfig",
     "DiffusionValKwargs",
     "FSDPConfig",
+    "HttpConfig",
     "OptimizerConfig",
     "validation_pipeline",
 ]

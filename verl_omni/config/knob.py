@@ -69,8 +69,8 @@ class Knob(NamedTuple):
     default: Any
     help: str
     range: Range
-    #: another knob, as `name=value`, `name=value or value`, or (where any value but null, false and 0 will do) `name`,
-    #: without which this one has no effect
+    #: another knob, as `name=value`, `name=value or value`, or (where any value but null, false and 0 will do; 0 will
+    #: too, if null is the default) `name`, without which this one has no effect
     needs: str | None
     #: why only the default is accepted today
     waits: str | None
@@ -151,7 +151,8 @@ def check_effect(given: Any, settings: Any) -> None:
 
     The two are the configuration as the user left it and as it runs.
     """
-    for knob in walk(type(given)):
+    knobs = {knob.name: knob for knob in walk(type(given))}
+    for knob in knobs.values():
         value = value_of(given, knob.name)
         if value is None or value == knob.default:
             continue
@@ -161,7 +162,8 @@ def check_effect(given: Any, settings: Any) -> None:
         if knob.needs:
             other, _, wanted = knob.needs.partition("=")
             now = typed(value_of(settings, other))
-            if now not in wanted.split(" or ") if wanted else now in ("null", "false", "0", "0.0"):
+            off = ("null", "false") if knobs[other].default is None else ("null", "false", "0", "0.0")
+            if now not in wanted.split(" or ") if wanted else now in off:
                 raise ValueError(f"{shown} has no effect with {other}={now}: leave it out, or set {_remedy(knob)}")
 
 

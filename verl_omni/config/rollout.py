@@ -8,6 +8,7 @@ from verl_omni.config.knob import MOST_SEED, knob, names_in
 
 POLICY_GRADIENT = "algorithm.trainer_type=policy_gradient"
 SERVERS = "actor_rollout_ref.hybrid_engine=false"
+HTTP = "actor_rollout_ref.rollout.http.port"
 
 
 @dataclass
@@ -109,6 +110,26 @@ class CheckpointEngineConfig:
 
 
 @dataclass
+class HttpConfig:
+    """Images for people who look at the policy while it trains, and ask for them over HTTP."""
+
+    port: int | None = knob(
+        None,
+        "rollout server i answers OpenAI's image requests on port + i; 0: each on a free port; null: none answers",
+        least=0,
+        most=65535,
+        needs=SERVERS,
+    )
+    host: str = knob("127.0.0.1", "where they listen; beyond this machine only with token_file", needs=HTTP)
+    token_file: str | None = knob(None, "file with the token that must be sent to them; null: none", needs=HTTP)
+    max_pixels: int | None = knob(
+        None, "most pixels of an image; null: those of the run's own images, training's or validation's", least=1,
+        needs=HTTP,
+    )  # fmt: skip
+    max_images: int = knob(4, "most images of a request; never more than max_num_seqs", least=1, needs=HTTP)
+
+
+@dataclass
 class DiffusionRolloutConfig:
     name: str = knob(
         "diffusers",
@@ -123,6 +144,7 @@ class DiffusionRolloutConfig:
         3, "how often each rollout server that has died is started again", least=0, needs=SERVERS
     )
     checkpoint_engine: CheckpointEngineConfig = knob(CheckpointEngineConfig, "")
+    http: HttpConfig = knob(HttpConfig, "")
     n: int = knob(16, "images a prompt: the group that is compared", least=1)
     seed: int = knob(0, "seed of the training rollouts", least=0, most=MOST_SEED)
     max_num_seqs: int = knob(32, "requests in one forward", least=1)

@@ -77,6 +77,7 @@ class _LocalWorkers:
             count = self.config.actor_rollout_ref.rollout.n_gpus_per_node or 1
             servers = [_Handle(_LocalServer(self.config)) for _ in range(count)]
             self.rollouts = ServerRollouts(servers, self.actor_wg, self.timeline)
+            self._listen()
         rewards = [_Handle(RewardLoopWorker(self.config))]
         agents = _Handle(DiffusionAgentLoopWorker(self.config, servers, rewards))
         self.agent_loop_manager = _LocalAgentLoops(self.config, servers, rewards, [agents])

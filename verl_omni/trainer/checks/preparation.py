@@ -28,9 +28,10 @@ from verl_omni.pipelines.model_folder import check_model_folder
 from verl_omni.pipelines.schedulers.flow_match_sde import takes_own_steps
 from verl_omni.pipelines.schedulers.steps import Step, get_step, step_names
 from verl_omni.pipelines.schedulers.windows import check_window
+from verl_omni.pipelines.settings import check_size
 from verl_omni.rewards.choice import read_choices, weighted
 from verl_omni.trainer.checks.preference import check_trainer_fits
-from verl_omni.trainer.checks.rollout_engine import check_checkpoint_engine, check_rollout_engine
+from verl_omni.trainer.checks.rollout_engine import check_checkpoint_engine, check_http, check_rollout_engine
 from verl_omni.trainer.checks.workers import check_workers
 from verl_omni.utils.external_lib import import_external_lib
 
@@ -127,11 +128,12 @@ def _check(settings: DiffusionTrainerConfig) -> None:
     _check_noise(settings, adapter)
     _check_guidance(settings, adapter)
     for where, pipeline in (("", arr.rollout.pipeline), ("val_kwargs.", validation_pipeline(arr.rollout))):
-        _check_size(f"actor_rollout_ref.rollout.{where}pipeline", pipeline, adapter, arr.model)
+        check_size(f"actor_rollout_ref.rollout.{where}pipeline.", pipeline, arr.model)
         _check_reads(f"actor_rollout_ref.rollout.{where}pipeline", pipeline, adapter, arr.model)
     _check_placement(settings)
     check_rollout_engine(settings)
     check_checkpoint_engine(settings)
+    check_http(settings)
     if is_on(correction := settings.algorithm.rollout_correction) or correction.bypass_mode:
         if settings.algorithm.trainer_type != "policy_gradient":
             raise ValueError(
@@ -270,18 +272,6 @@ def _check_reads(where: str, pipeline: DiffusionPipelineConfig, adapter: type[Di
         if name not in read and value not in (None, default):
             others = f": it has {', '.join(sorted(read))}" if read else ""
             raise ValueError(f"{where}.{name}={value} has no effect on {model.architecture}{others}; leave it out")
-
-
-def _check_size(where: str, pipeline: DiffusionPipelineConfig, adapter: type[DiffusionModelBase], model: Any) -> None:
-    multiple = adapter.vae_scale_factor(dataclasses.replace(model, pipeline=pipeline)) * adapter.size_multiple
-    for name in ("height", "width"):
-        value = getattr(pipeline, name)
-        if value < multiple or value % multiple:
-            below = max(value // multiple, 1) * multiple
-            raise ValueError(
-                f"{where}.{name}={value} is no multiple of {multiple} (vae_scale_factor * {adapter.size_multiple}): "
-                f"try {below} or {below + multiple}"
-            )
 
 
 def _check_numbers(settings: DiffusionTrainerConfig) -> None:

@@ -1,9 +1,12 @@
 """What a rollout engine cannot do, said before it is started."""
 
 from verl_omni.config import DiffusionRolloutConfig
+from verl_omni.config.rollout import HTTP
 from verl_omni.config.schema import DiffusionTrainerConfig
+from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.utils import read_index
 from verl_omni.pipelines.vllm_omni import INSTALL, VllmOmniPipelineBase, installed
+from verl_omni.workers.rollout.image_request import http_token
 
 ARR, NAME = "actor_rollout_ref", "actor_rollout_ref.rollout.name=vllm_omni"
 
@@ -28,6 +31,22 @@ def check_checkpoint_engine(settings: DiffusionTrainerConfig) -> None:
         backend(rollout.checkpoint_engine)
     except ValueError as error:  # verl names those that there are, and what others lack
         raise ValueError(f"{shown}: {error}") from error
+
+
+def check_http(settings: DiffusionTrainerConfig) -> None:
+    """There is a port for every server, and who comes from elsewhere has to know a token."""
+    rollout, http = settings.actor_rollout_ref.rollout, settings.actor_rollout_ref.rollout.http
+    if http.port is None:
+        return
+    last = http.port + (rollout.n_gpus_per_node or 1) * (rollout.nnodes or 1) - 1
+    if http.port and last > 65535:
+        raise ValueError(f"{HTTP}={http.port}: the last rollout server would listen on {last}; ports end at 65535")
+    if DiffusionModelBase.get_class(settings.actor_rollout_ref.model).needs_images:
+        raise ValueError(
+            f"{HTTP}={http.port}: {settings.actor_rollout_ref.model.architecture} draws from images, which OpenAI's "
+            "image request has not; leave it out"
+        )
+    http_token(http)
 
 
 def check_rollout_engine(settings: DiffusionTrainerConfig) -> None:

@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,8 @@ from verl.trainer.ppo.utils import Role
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
 from verl_omni.agent_loop.diffusion_agent_loop import DiffusionAgentLoopManager, side_by_side
 from verl_omni.algorithms.registry import get_algorithm
-from verl_omni.config import validation_pipeline
 from verl_omni.data.prompt_loader import create_dataloader, create_val_dataloader, steps_for_epochs
-from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.pipelines.settings import validation_sampling
 from verl_omni.report.report import write_report
 from verl_omni.report.starts import note_start, typed_command
 from verl_omni.report.timeline import Timeline
@@ -157,7 +155,14 @@ class BaseRayDiffusionTrainer(Sampling):
             )
             know("reward process", self.reward_loop_manager.reward_loop_workers)
             know("agent process", self.agent_loop_manager.workers)
+            self._listen()
         self.actor_wg.init_model()
+
+    def _listen(self) -> None:
+        """Let people look at the policy, where that is asked for. A port that is taken is told before models load."""
+        port = self.config.actor_rollout_ref.rollout.http.port
+        if port is not None:
+            self.rollouts.listen(port)
 
     def _set_schedule_length(self) -> None:
         """The learning-rate schedule counts optimizer steps."""
@@ -175,16 +180,8 @@ class BaseRayDiffusionTrainer(Sampling):
 
     def validate(self) -> dict[str, float]:
         """Score the validation prompts with the same seeds every time, and keep the images."""
-        val = self.settings.actor_rollout_ref.rollout.val_kwargs
-        pipeline = validation_pipeline(self.settings.actor_rollout_ref.rollout)
-        algo = self.settings.actor_rollout_ref.rollout.algo
-        sampling = dataclasses.asdict(pipeline) | {
-            "noise_level": val.noise_level,
-            "sde_type": val.sde_type or algo.sde_type,
-        }
-        if val.noise_level > 0:
-            model = dataclasses.replace(self.settings.actor_rollout_ref.model, pipeline=pipeline)
-            sampling["sde_window"] = (0, DiffusionModelBase.get_class(model).num_steps(model) - 1)
+        rollout = self.settings.actor_rollout_ref.rollout
+        val, sampling = rollout.val_kwargs, validation_sampling(rollout, self.settings.actor_rollout_ref.model)
         policy = "ema" if self.settings.actor_rollout_ref.actor.ema_decay else "current"
         folder, limit = self.run_dir / "validation" / f"step_{self.global_step}", self.config.trainer.log_val_images
         outputs, start = [], 0

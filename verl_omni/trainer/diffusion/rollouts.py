@@ -6,14 +6,17 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from time import perf_counter
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import ray
 from omegaconf import DictConfig
 
 from verl_omni.report.timeline import Timeline
+from verl_omni.trainer.failures import users_mistake
 from verl_omni.trainer.resources import busy_at_once, worker_environment
 from verl_omni.utils.actors import asked_until_back, watch
 from verl_omni.utils.background import start, wait_for
+from verl_omni.utils.errors import RunError
 from verl_omni.workers.rollout import server_class
 
 
@@ -73,6 +76,22 @@ class ServerRollouts:
         self._held: dict[int, Weights] = {}
         self._pushing = [asyncio.Lock() for _ in servers]
         self._watches: list[Future] = []
+        self._addresses: dict[int, str] = {}
+
+    def listen(self, port: int) -> None:
+        """Server i answers people over HTTP on port + i (0: on a free one), from now on and when it was started again.
+        A line says where."""
+
+        async def listening() -> list[str]:
+            return await asyncio.gather(
+                *(self._listen(server, port and port + server) for server in range(len(self.servers)))
+            )
+
+        self._addresses = dict(enumerate(wait_for(listening())))
+        print(f"Look at the policy while it trains: {', '.join(self._addresses.values())}", flush=True)
+
+    async def _listen(self, server: int, port: int) -> str:
+        return await asked_until_back(lambda: self.servers[server].listen.remote(port))
 
     def watch(self) -> None:
         """From now on, look after servers that die."""
@@ -83,9 +102,18 @@ class ServerRollouts:
 
     async def _came_back(self, server: int) -> None:
         self.restarts += 1
+        if server in self._addresses:
+            await self._listen_again(server)
         async with self._pushing[server]:
             if server in self._held:
                 await self._push(server)
+
+    async def _listen_again(self, server: int) -> None:
+        """At the same address. Training goes on without it, should somebody else have taken the port."""
+        try:
+            await self._listen(server, urlsplit(self._addresses[server]).port)
+        except RunError as error:
+            print(f"rollout server {server} no longer answers over HTTP: {users_mistake(error)}", flush=True)
 
     def begin(self, policy: str, version: int) -> None:
         """All servers at once: none of them draws now."""

@@ -22,6 +22,9 @@ from verl_omni.workers.rollout.weights import Name, SentWeights, StoredWeights, 
 if TYPE_CHECKING:
     from verl_omni.workers.rollout.channel import Channel
 
+if TYPE_CHECKING:
+    from verl_omni.workers.rollout.image_http import ImageHttp
+
 
 class RolloutServer(ABC):
     """Answers `generate` with weights of a known version. A server that Ray has started again waits for its weights."""
@@ -35,11 +38,28 @@ class RolloutServer(ABC):
         self.engine: BatchedRollout | None = None
         self._starting, self._has_weights = asyncio.Lock(), asyncio.Event()
         self._in_disorder = ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed
+        self._http: ImageHttp | None = None
 
     async def start(self) -> None:
         """Load the model, once; its trained weights come with the first update."""
         async with self._starting:
             self.engine = self.engine or await asyncio.to_thread(self.load, device())
+
+    async def listen(self, port: int) -> str:
+        """Answer people over HTTP too, as `rollout.http` says, on this port (0: a free one); the address."""
+        from verl_omni.workers.rollout.image_http import ImageHttp
+
+        http = ImageHttp(self.config, self.model_config, self._draw_for_guest, self._version)
+        address = await http.start(port)
+        self._http = http
+        return address
+
+    async def _draw_for_guest(self, **request: Any) -> RolloutOutput:
+        return (await self.engine.generate(**request)).cpu()
+
+    def _version(self) -> int | None:
+        """Of the weights; None as long as they have not come."""
+        return self.engine.version if self._has_weights.is_set() else None
 
     async def life(self) -> None:
         """Never answers: who waits for it learns when this process has ended."""
@@ -69,7 +89,7 @@ class RolloutServer(ABC):
         """Before a rollout: forget what the one before had on the device."""
         await self.start()
         self._in_disorder = False
-        self.engine.begin()
+        await asyncio.to_thread(self.engine.begin)
 
     async def withdraw(self, position: tuple) -> None:
         if self.engine is not None and not self._in_disorder:
@@ -105,6 +125,8 @@ class RolloutServer(ABC):
 
     async def stop(self) -> None:
         self.engine.stop()
+        if self._http is not None:
+            await self._http.stop()
 
 
 def device() -> torch.device:
