@@ -30,11 +30,13 @@ class RolloutServer(ABC):
     """Answers `generate` with weights of a known version. A server that Ray has started again waits for its weights."""
 
     def __init__(self, config: DictConfig):
-        import_external_lib(config.actor_rollout_ref.model.external_lib)
+        arr = config.actor_rollout_ref
+        import_external_lib(arr.model.external_lib)
+        self.set_up(*(OmegaConf.to_object(part) for part in (arr.actor, arr.model, arr.rollout)))
+
+    def set_up(self, actor: DiffusionActorConfig, model: DiffusionModelConfig, rollout: DiffusionRolloutConfig) -> None:
         quiet_loading()
-        self.actor_config: DiffusionActorConfig = OmegaConf.to_object(config.actor_rollout_ref.actor)
-        self.model_config: DiffusionModelConfig = OmegaConf.to_object(config.actor_rollout_ref.model)
-        self.config: DiffusionRolloutConfig = OmegaConf.to_object(config.actor_rollout_ref.rollout)
+        self.actor_config, self.model_config, self.config = actor, model, rollout
         self.engine: BatchedRollout | None = None
         self._starting, self._has_weights = asyncio.Lock(), asyncio.Event()
         self._in_disorder = ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed

@@ -1,0 +1,122 @@
+"""vLLM-Omni's engine in a process of its own, as verl's rollout replicas start it: without a run around it."""
+
+import dataclasses
+import os
+import secrets
+from typing import Any
+from urllib.parse import urlsplit
+
+from omegaconf import DictConfig, OmegaConf
+from ray.actor import ActorHandle
+from verl.workers.rollout.replica import RolloutMode
+
+import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
+from verl_omni.algorithms.registry import fill_nulls, resolve_algorithm_defaults
+from verl_omni.config import (
+    DiffusionActorConfig,
+    DiffusionLossConfig,
+    DiffusionModelConfig,
+    DiffusionRolloutConfig,
+)
+from verl_omni.config.knob import MOST_SEED
+from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.pipelines.vllm_omni import INSTALL, installed
+from verl_omni.workers.rollout.base import RolloutOutput
+from verl_omni.workers.rollout.vllm_rollout.server import VllmOmniServer
+
+
+class vLLMOmniHttpServer(VllmOmniServer):
+    """A server of one device. It draws with the weights of the model's folder until it gets others."""
+
+    def __init__(
+        self,
+        config: DiffusionRolloutConfig | DictConfig,
+        model_config: DiffusionModelConfig | DictConfig,
+        rollout_mode: RolloutMode,
+        workers: list[ActorHandle],
+        replica_rank: int,
+        node_rank: int,
+        gpus_per_node: int,
+        nnodes: int,
+        cuda_visible_devices: str,
+    ):
+        """`workers` are processes whose devices the server takes: here it has its own, or those of
+        `cuda_visible_devices`; an empty text leaves the choice to Ray."""
+        check_mode(rollout_mode)
+        if nnodes != 1 or gpus_per_node > 1 or node_rank != 0:
+            raise ValueError(
+                f"vLLMOmniHttpServer has one device on one node, not {gpus_per_node} on each of {nnodes}: start a "
+                "replica for each device"
+            )
+        if not installed():
+            raise ValueError(f"vLLMOmniHttpServer: vllm-omni is not installed here: type {INSTALL}")
+        if cuda_visible_devices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices
+        rollout, model = filled(config, model_config)
+        self.set_up(DiffusionActorConfig(), model, rollout)
+        self.replica_rank = replica_rank
+
+    async def launch_server(
+        self, master_address: str | None = None, master_port: int | None = None, dp_rpc_port: int | None = None
+    ) -> None:
+        """Load the model and listen, as `http` of the config says, else on a free port of this machine. The arguments
+        are for servers of several nodes."""
+        port = self.config.http.port
+        await self.listen(port + self.replica_rank if port else 0)
+        await self.start()
+        self._has_weights.set()
+
+    async def get_server_address(self) -> tuple[str, int]:
+        parts = urlsplit(self._http.address)
+        return parts.hostname, parts.port
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        request_id: str,
+        image_data: list[Any] | None = None,
+        video_data: list[Any] | None = None,
+        negative_prompt_ids: list[int] | None = None,
+        priority: int = 0,
+    ) -> RolloutOutput:
+        """Tokens in, image out (`RolloutEngine.generate`). Without a `seed` every answer is another."""
+        return await super().generate(
+            prompt_ids=prompt_ids,
+            sampling_params={"seed": secrets.randbelow(MOST_SEED)} | sampling_params,
+            request_id=request_id,
+            image_data=image_data,
+            video_data=video_data,
+            negative_prompt_ids=negative_prompt_ids,
+            priority=priority,
+        )
+
+    async def sleep(self) -> None:
+        """The model leaves the device; requests wait."""
+        await self.pause()
+        self.engine.sleep()
+
+    async def wake_up(self) -> None:
+        self.engine.wake()
+        await self.resume()
+
+
+def check_mode(mode: RolloutMode) -> None:
+    if mode != RolloutMode.STANDALONE:
+        raise NotImplementedError(
+            f"rollout mode {mode.value}: a server of vLLM-Omni has a device of its own (standalone). To share one with "
+            "training, set actor_rollout_ref.rollout.name=vllm_omni and leave hybrid_engine true"
+        )
+
+
+def filled(config: Any, model_config: Any) -> tuple[DiffusionRolloutConfig, DiffusionModelConfig]:
+    """Both as dataclasses. What is left null becomes the algorithm's choice, or the model's, as in a run."""
+    rollout, model = (OmegaConf.to_object(c) if OmegaConf.is_config(c) else c for c in (config, model_config))
+    adapter = DiffusionModelBase.get_class(model)
+    defaults = f"the pipeline defaults of {adapter.__name__}"
+    pipeline = fill_nulls(rollout.pipeline, adapter.pipeline_defaults, defaults)
+    algo, _ = resolve_algorithm_defaults(model.algorithm, rollout.algo, DiffusionLossConfig())
+    return (
+        dataclasses.replace(rollout, pipeline=pipeline, algo=algo),
+        dataclasses.replace(model, pipeline=pipeline, algo=algo),
+    )
