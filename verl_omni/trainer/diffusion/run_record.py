@@ -25,6 +25,7 @@ MAY_CHANGE = (
     *("trainer.mode", "trainer.max_staleness", "trainer.stale_groups", "trainer.replay"),
     *("rollout.*", f"{ARR}hybrid_engine"),
     *(f"{ARR}rollout.n_gpus_per_node", f"{ARR}rollout.nnodes", f"{ARR}rollout.http.*"),
+    *(f"{ARR}rollout.server_restarts", f"{ARR}rollout.checkpoint_engine.*"),
     *("data.val_*", "reward.num_workers", "reward.batch_size", "reward.timeout", "ray.*", "recipe"),
     *(f"{ARR}model.external_lib", f"{ARR}model.enable_gradient_checkpointing", f"{ARR}ref.*"),
     *(f"{ARR}actor.optim.{name}" for name in ("lr", "lr_*", "total_training_steps", "fused")),

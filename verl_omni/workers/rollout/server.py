@@ -21,8 +21,6 @@ from verl_omni.workers.rollout.weights import Name, SentWeights, StoredWeights, 
 
 if TYPE_CHECKING:
     from verl_omni.workers.rollout.channel import Channel
-
-if TYPE_CHECKING:
     from verl_omni.workers.rollout.image_http import ImageHttp
 
 
