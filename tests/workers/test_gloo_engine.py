@@ -63,6 +63,8 @@ def test_what_is_not_taken_yet_survives_one_more_update(ends):
     with pytest.raises(KeyError):
         list(server.take(sent[0]))
     assert dict(server.take(sent[1]))["w"].tolist() == [1, 1]
+    assert dict(server.take(sent[2]))["w"].tolist() == [2, 2]  # what came after it is still there
+    assert not server._received
 
 
 def test_a_changed_or_lost_tensor_is_an_error(ends, monkeypatch):

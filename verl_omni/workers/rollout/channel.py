@@ -32,10 +32,13 @@ class Channel:
         self._received = dict([*self._received.items()][-1:]) | {name: weights}
 
     def take(self, sent: SentWeights) -> Iterator[tuple[str, torch.Tensor]]:
+        """What has come since stays for the next time."""
         total = Sum()
         yield from total.over(self._received[sent.name])
         total.check(sent.count, sent.checksum)
-        self._received = {}
+        names = list(self._received)
+        for name in names[: names.index(sent.name) + 1]:
+            del self._received[name]
 
 
 def backend(config: CheckpointEngineConfig) -> type[CheckpointEngine]:
