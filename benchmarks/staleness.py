@@ -28,16 +28,15 @@ def quickstart_settings(out: Path) -> list[str]:
     """The quickstart's recipe as one would type it."""
     from omegaconf import OmegaConf
 
-    from verl_omni.quickstart.__main__ import CHECKPOINT, RECIPE, write_data
+    from verl_omni.quickstart.__main__ import CHECKPOINT, RECIPE
 
     recipe = OmegaConf.to_container(OmegaConf.load(RECIPE / "quickstart.yaml"))
     del recipe["defaults"], recipe["recipe"]
-    train, val = write_data(out)
     return [
         *typed(recipe),
         f"actor_rollout_ref.model.path={CHECKPOINT}",
-        f"data.train_files={train}",
-        f"data.val_files={val}",
+        f"data.train_files={out / 'train.parquet'}",
+        f"data.val_files={out / 'val.parquet'}",
     ]
 
 
@@ -89,7 +88,6 @@ def train(options: argparse.Namespace) -> None:
     ]
     if behind:
         order = options.out / f"order_{behind}_{steps}"
-        write_order(order, behind, steps, batch_size=6)
         given += ["trainer.mode=fully_async", f"trainer.max_staleness={behind}", f"trainer.replay={order}"]
     local_trainer(local_config(given)).fit()
 
@@ -121,10 +119,14 @@ def main() -> None:
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)  # a single run, in this process
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
     if options.one:
         train(options)
         return
+    from verl_omni.quickstart.data import write_data
+
+    write_data(options.out)
+    for behind in filter(None, options.behind):
+        write_order(options.out / f"order_{behind}_{options.steps}", behind, options.steps, batch_size=6)
     kinds = [(b, c) for b in options.behind for c in (CORRECTIONS if b else ["clipped"]) if options.only in (None, c)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         folders = {

@@ -79,9 +79,11 @@ class Trainer:
     def _publish(self, policy, version):
         return Weights(policy, version, f"weights {version}")
 
-    async def _ready(self, server, weights):
+    async def _ready(self, server, newest):
+        weights = newest()
         assert weights.stored == f"weights {weights.version}"
         self.held[server] = weights.version
+        return weights
 
     def requests(self, prompts, step, groups, learns):
         prompts.non_tensor_batch["uid"] = object_array([f"{step}-{group}" for group in groups])

@@ -177,6 +177,9 @@ def test_weights_of_rewards_are_numbers():
         ([*OFF, f"{ENGINE}.backend=nccl", "trainer.device=cpu"], "backend=nccl needs GPUs: choose gloo"),
         ([*OFF, f"{ENGINE}.backend=glo"], "Checkpoint engine glo not registered, registered backends: ['gloo'"),
         ([*OFF, f"{ENGINE}.backend=gloo", f"{ROLLOUT}.server_restarts=1"], "has no effect with"),
+        ([*OFF, f"{ENGINE}.backend=naive"], "backend=naive brings no whole weights to servers: choose gloo"),
+        ([*OFF, f"{ENGINE}.backend=gloo", f"++{ENGINE}.engine_kwargs.a=1"], "unexpected keyword argument 'a'"),
+        ([*OFF, f"{ROLLOUT}.http.port=8200", "rollout.nnodes=2"], "of 2 nodes, nobody reaches the servers of the"),
         (
             [*ASYNC, "trainer.stale_groups=keep", f"{MODEL}.algorithm=diffusion_nft"],
             "diffusion_nft compares with the policy that drew the samples, and only those of the last",

@@ -15,15 +15,15 @@ import ray
 import requests
 import torch
 from omegaconf import OmegaConf
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 from tiny_models import tiny_checkpoint
 
 from verl_omni.agent_loop.diffusion_agent_loop import SampleEngine
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.report.timeline import Timeline
-from verl_omni.trainer.diffusion.rollouts import ServerRollouts
+from verl_omni.trainer.diffusion.rollouts import ServerRollouts, Weights
 from verl_omni.utils import actors
-from verl_omni.utils.background import start
+from verl_omni.utils.background import start, wait_for
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.server import RolloutServer
 from verl_omni.workers.rollout.weights import store_in_buckets
@@ -92,6 +92,13 @@ def version(address: str) -> int | None:
     return requests.get(f"{address}/health", timeout=60).json()["version"]
 
 
+def answers_at(address: str) -> bool:
+    try:
+        return version(address) is not None
+    except requests.ConnectionError:
+        return False
+
+
 def drawn_for_a_guest(address: str, folder: Path) -> int:
     """The version of the weights that drew an image, asked for over HTTP."""
     (folder / "go on 99").touch()
@@ -125,6 +132,7 @@ def test_a_server_dies_in_a_rollout(server, tmp_path, capsys):
     assert all(ray.get(answer.reference.stored)["all_latents"].sum() == 40_000 for answer in answers)
     assert rollouts.metrics() == {"rollout/server_restarts": 1}
     assert capsys.readouterr().out.count("rollout server 0 has died and is started again\n") == 1
+    wait_until(lambda: answers_at(address))
     assert drawn_for_a_guest(address, tmp_path) == 7
 
     third = start(engines[0].generate.remote(sampling_params={"seed": 2}))
@@ -152,3 +160,58 @@ def test_weights_stay_as_long_as_a_server_holds_them():
     rollouts.begin("current", 1)
     gc.collect()
     assert first() is None and second() is not None
+
+
+def test_a_server_that_cannot_come_back_keeps_nobody_waiting(monkeypatch, capsys):
+    killed = []
+    monkeypatch.setattr(ray, "kill", killed.append)
+    deaths = iter([ActorUnavailableError("away", b"0" * 16), None])
+
+    async def life():
+        raise next(deaths)
+
+    async def came_back():
+        raise RuntimeError("CUDA out of memory\n")
+
+    actor = SimpleNamespace(life=SimpleNamespace(remote=life))
+    asyncio.run(asyncio.wait_for(actors.watch("rollout server 1", actor, came_back), 10))
+    assert killed == [actor]
+    assert capsys.readouterr().out.splitlines() == [
+        "rollout server 1 has died and is started again",
+        "rollout server 1 could not come back: CUDA out of memory",
+    ]
+
+
+def test_a_server_that_dies_while_it_loads_is_asked_again_and_gets_the_newest_weights():
+    calls, dies = [], [True]
+
+    def does(name):
+        async def call(*arguments):
+            calls.append((name, *arguments[1:]))
+            if name == "start" and dies:
+                dies.pop()
+                raise ActorUnavailableError("away", b"0" * 16)
+
+        return SimpleNamespace(remote=call)
+
+    server = SimpleNamespace(**{name: does(name) for name in ("start", "begin", "update_weights")})
+    rollouts = ServerRollouts([server], None, Timeline())
+    newest = wait_for(rollouts.ready(0, lambda: Weights("current", len(calls), None)))
+    assert calls == [("start",), ("begin",), ("update_weights", 2)] and newest.version == 2
+
+
+def test_a_sample_that_is_asked_for_again_has_no_place_in_the_burst(monkeypatch):
+    """Its first request may be under way, where only the connection was lost."""
+    monkeypatch.setattr(actors, "PAUSE_SECONDS", 0)
+    positions = []
+
+    async def generate(*, sampling_params):
+        positions.append(sampling_params.get("position"))
+        if len(positions) < 3:
+            raise ActorUnavailableError("away", b"0" * 16)
+        return RolloutOutput("text")
+
+    server = SimpleNamespace(generate=SimpleNamespace(remote=generate))
+    engine = SampleEngine(server, {"position": (0, 2)})
+    asyncio.run(engine.generate.remote(sampling_params={"seed": 1}))
+    assert positions == [(0, 2), None, None]

@@ -115,7 +115,13 @@ class SampleEngine:
             params["position"] = self.position
         if self.place is not None:
             params["place"] = self.place | {"key": f"{self.place['key']}.{number}" if number else self.place["key"]}
-        answer = await asked_until_back(lambda: self._ask(sampling_params=params, **request))
+
+        def ask() -> Awaitable[RolloutOutput]:
+            asked = self._ask(sampling_params=dict(params), **request)
+            params.pop("position", None)  # a server that is asked again may have answered a part of the burst before
+            return asked
+
+        answer = await asked_until_back(ask)
         self.answers.append(answer)
         return answer
 

@@ -102,13 +102,16 @@ def patient_start(seconds: float = 180) -> Iterator[None]:
     get_node = services.get_node
 
     def wait_for_node(*arguments: str) -> dict:
-        end = time.monotonic() + seconds
+        began, told = time.monotonic(), False
         while True:
             try:
                 return get_node(*arguments)
             except RuntimeError:  # it has not registered yet
-                if time.monotonic() > end:
+                if time.monotonic() > began + seconds:
                     raise
+            if time.monotonic() > began + 30 and not told:
+                print(f"Ray takes long to start here: waiting for it, {seconds:.0f} s at most.", flush=True)
+                told = True
             time.sleep(0.1)
 
     with swapped(services, "get_node", wait_for_node):

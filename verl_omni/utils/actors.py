@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 T = TypeVar("T")
@@ -22,7 +23,7 @@ async def asked_until_back(ask: Callable[[], Awaitable[T]]) -> T:
 async def watch(name: str, actor: Any, came_back: Callable[[], Awaitable[None]]) -> None:
     """Calls `came_back` whenever Ray has started an actor again; ends with an actor that has died for good.
 
-    The actor has a method `life`, which never answers.
+    The actor has a method `life`, which never answers. One that cannot come back is ended, so that nobody waits for it.
     """
     while True:
         try:
@@ -31,4 +32,12 @@ async def watch(name: str, actor: Any, came_back: Callable[[], Awaitable[None]])
             return  # told by who asks something of it
         except ActorUnavailableError:
             print(f"{name} has died and is started again", flush=True)
-            await came_back()
+            try:
+                await came_back()
+            except ActorDiedError:
+                return
+            except Exception as error:  # whoever waits for the actor learns that it is gone
+                *_, last = [type(error).__name__, *filter(str.strip, str(error).splitlines())]
+                print(f"{name} could not come back: {last.strip()}", flush=True)
+                ray.kill(actor)
+                return

@@ -76,6 +76,7 @@ def check_data(config: DictConfig) -> None:
 
 def check_step_numbers(config: DictConfig, prompts: int) -> None:
     """The step to profile, and those to replay, are steps of this run."""
+    from verl_omni.algorithms.forward_process import anchor_policies
     from verl_omni.data.prompt_loader import steps_for_epochs
     from verl_omni.trainer.diffusion.replay import check_replay, check_same_settings
 
@@ -87,7 +88,15 @@ def check_step_numbers(config: DictConfig, prompts: int) -> None:
         raise ValueError(f"trainer.profile_step={trainer.profile_step}: the run has {steps} steps; choose one of them")
     if trainer.replay is not None:
         check_same_settings(trainer.replay, config)
-        check_replay(trainer.replay, trainer.default_local_dir, steps, config.data.train_batch_size)
+        arr = config.actor_rollout_ref
+        compares = "old_velocity" in anchor_policies(arr.model.algorithm, OmegaConf.to_object(arr.actor))
+        check_replay(
+            trainer.replay,
+            trainer.default_local_dir,
+            steps,
+            config.data.train_batch_size,
+            most_behind=trainer.max_staleness if compares else None,
+        )
 
 
 def check_agent_loops(config: DictConfig) -> None:

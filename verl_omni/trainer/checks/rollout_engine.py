@@ -1,11 +1,14 @@
 """What a rollout engine cannot do, said before it is started."""
 
+import inspect
+
 from verl_omni.config import DiffusionRolloutConfig
 from verl_omni.config.rollout import HTTP
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.utils import read_index
 from verl_omni.pipelines.vllm_omni import INSTALL, VllmOmniPipelineBase, installed
+from verl_omni.utils.listening import is_loopback
 from verl_omni.workers.rollout.image_request import http_token
 
 ARR, NAME = "actor_rollout_ref", "actor_rollout_ref.rollout.name=vllm_omni"
@@ -28,9 +31,15 @@ def check_checkpoint_engine(settings: DiffusionTrainerConfig) -> None:
     from verl_omni.workers.rollout.channel import backend
 
     try:
-        backend(rollout.checkpoint_engine)
+        engine = backend(rollout.checkpoint_engine)
     except ValueError as error:  # verl names those that there are, and what others lack
         raise ValueError(f"{shown}: {error}") from error
+    if name == "naive" or engine.wire_format != "named_tensors":
+        raise ValueError(f"{shown} brings no whole weights to servers: choose gloo or nccl, or leave it out")
+    try:
+        inspect.signature(engine).bind(bucket_size=0, **rollout.checkpoint_engine.engine_kwargs)
+    except TypeError as error:
+        raise ValueError(f"{ARR}.rollout.checkpoint_engine.engine_kwargs: {error} ({shown})") from error
 
 
 def check_http(settings: DiffusionTrainerConfig) -> None:
@@ -41,6 +50,11 @@ def check_http(settings: DiffusionTrainerConfig) -> None:
     last = http.port + (rollout.n_gpus_per_node or 1) * (rollout.nnodes or 1) - 1
     if http.port and last > 65535:
         raise ValueError(f"{HTTP}={http.port}: the last rollout server would listen on {last}; ports end at 65535")
+    if (rollout.nnodes or 1) > 1 and is_loopback(http.host):
+        raise ValueError(
+            f"{HTTP}={http.port}: of {rollout.nnodes} nodes, nobody reaches the servers of the others at {http.host}: "
+            f"set {ARR}.rollout.http.host=0.0.0.0 and a token_file"
+        )
     if DiffusionModelBase.get_class(settings.actor_rollout_ref.model).needs_images:
         raise ValueError(
             f"{HTTP}={http.port}: {settings.actor_rollout_ref.model.architecture} draws from images, which OpenAI's "

@@ -165,15 +165,14 @@ class FullyAsync(Pace):
 
     async def _draw(self, server: int, numbers: tuple[int, ...]) -> None:
         """Groups of one step at once; returns when their images are there."""
-        trainer, weights = self.trainer, self.weights
+        trainer = self.trainer
         step, n = self.queue.place(numbers[0])[0], trainer.config.actor_rollout_ref.rollout.n
         among = [self.queue.place(number)[1] for number in numbers]
         batch = trainer.requests(self._rows[step][among], step, among, learns=not self.overlaps)
         names = [new_experience() for _ in numbers]
         batch.non_tensor_batch["server"] = object_array([server] * len(batch))
         batch.non_tensor_batch["place"] = object_array([p for name in names for p in places(name, n, ship=True)])
-        await trainer.rollouts.ready(server, weights)
-        version = weights.version
+        version = (await trainer.rollouts.ready(server, lambda: self.weights)).version
         start = perf_counter()
         self._busy.begin(server)
         groups = trainer.agent_loop_manager.start_groups(batch, n)

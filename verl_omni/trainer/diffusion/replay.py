@@ -36,9 +36,17 @@ def check_same_settings(run_dir: str, config: DictConfig) -> None:
             raise ValueError(f"trainer.replay={run_dir} had {key}={was}, and this run has {now}: set it as it was")
 
 
-def check_replay(run_dir: str, own: str, steps: int, batch_size: int) -> None:
-    """A run of so many steps, in a folder of its `own`, can be the one that is written down there."""
+def check_replay(run_dir: str, own: str, steps: int, batch_size: int, most_behind: int | None = None) -> None:
+    """A run of so many steps, in a folder of its `own`, can be the one that is written down there.
+
+    `most_behind` are the steps that samples may be behind, where the loss needs the policies that drew them.
+    """
     order = read_order(run_dir)
+    behind = max(step - group["version"] for step, groups in enumerate(order[:steps]) for group in groups)
+    if most_behind is not None and behind > most_behind:
+        raise ValueError(
+            f"trainer.replay={run_dir} has samples {behind} steps behind: set trainer.max_staleness={behind} or more"
+        )
     if Path(run_dir).expanduser().resolve() == Path(own).expanduser().resolve():
         raise ValueError(
             f"trainer.replay={run_dir} is the folder of this run itself: choose another with trainer.experiment_name"

@@ -1,6 +1,7 @@
 """Where samples are drawn: in the training workers, or by servers of their own. The trainer asks both in one way."""
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -10,13 +11,13 @@ from urllib.parse import urlsplit
 
 import ray
 from omegaconf import DictConfig
+from ray.exceptions import ActorUnavailableError
 
 from verl_omni.report.timeline import Timeline
 from verl_omni.trainer.failures import users_mistake
 from verl_omni.trainer.resources import busy_at_once, worker_environment
 from verl_omni.utils.actors import asked_until_back, watch
 from verl_omni.utils.background import start, wait_for
-from verl_omni.utils.errors import RunError
 from verl_omni.workers.rollout import server_class
 
 
@@ -102,17 +103,18 @@ class ServerRollouts:
 
     async def _came_back(self, server: int) -> None:
         self.restarts += 1
-        if server in self._addresses:
-            await self._listen_again(server)
+        await asked_until_back(lambda: self.servers[server].start.remote())
         async with self._pushing[server]:
             if server in self._held:
                 await self._push(server)
+        if server in self._addresses:
+            await self._listen_again(server)
 
     async def _listen_again(self, server: int) -> None:
-        """At the same address. Training goes on without it, should somebody else have taken the port."""
+        """At the same address. Training goes on without it, should somebody have taken the port or the token."""
         try:
             await self._listen(server, urlsplit(self._addresses[server]).port)
-        except RunError as error:
+        except ValueError as error:
             print(f"rollout server {server} no longer answers over HTTP: {users_mistake(error)}", flush=True)
 
     def begin(self, policy: str, version: int) -> None:
@@ -122,7 +124,7 @@ class ServerRollouts:
         weights = held if known else self.publish(policy, version)
 
         async def ready() -> None:
-            await asyncio.gather(*(self.ready(server, weights) for server in range(len(self.servers))))
+            await asyncio.gather(*(self.ready(server, lambda: weights) for server in range(len(self.servers))))
 
         wait_for(ready())
 
@@ -130,18 +132,20 @@ class ServerRollouts:
         """What the training workers hold now. In Ray's object store it lies as long as somebody keeps the answer."""
         return Weights(policy, version, self._send(policy, version))
 
-    async def ready(self, server: int, weights: Weights) -> None:
-        """One server that draws nothing now is to draw with these weights."""
+    async def ready(self, server: int, newest: Callable[[], Weights]) -> Weights:
+        """One server that draws nothing now is to draw with the weights that are the newest when it has loaded."""
         async with self._pushing[server]:
             if server in self._loading:
-                await self._loading.pop(server)
+                with contextlib.suppress(ActorUnavailableError):  # it died, and loads again
+                    await self._loading.pop(server)
             await asked_until_back(lambda: self.servers[server].begin.remote())
-            held = self._held.get(server)
+            weights, held = newest(), self._held.get(server)
             if held is None or held.name != weights.name:
                 begun = perf_counter()
                 self._held[server] = weights
                 await self._push(server)
                 self.timeline.add(f"rollout {server}", "weights", begun, perf_counter())
+            return weights
 
     async def _push(self, server: int) -> None:
         weights = self._held[server]

@@ -43,7 +43,8 @@ class Policies:
     def remember(self, name: str, most: int) -> None:
         """The weights as they are now draw samples that will be learned from later; `most` such policies are kept."""
         self.drew.pop(name, None)
-        self.drew = dict([*self.drew.items(), (name, self._copy())][-most:])
+        self.drew = dict([*self.drew.items()][max(0, len(self.drew) - most + 1) :])  # before there is one more
+        self.drew[name] = self._copy()
 
     @torch.no_grad()
     def _copy(self, offload: bool = False) -> dict[str, torch.Tensor]:

@@ -23,6 +23,7 @@ class BatchedRollout(RolloutEngine):
         self.config = config
         self.batcher = Batcher(self.run_batch, config.max_num_seqs, config.request_batch_max_wait_ms / 1000)
         self._running, self._paused, self._stopped = False, False, False
+        self._changes = 0  # of weights and the like that are under way
         self._state = threading.Condition()
 
     @classmethod
@@ -84,13 +85,15 @@ class BatchedRollout(RolloutEngine):
     @contextlib.contextmanager
     def between_batches(self) -> Iterator[None]:
         """Nothing is drawn while this lasts."""
-        was_paused = self._paused
-        self.pause()
+        with self._state:
+            self._changes += 1
+            self._state.wait_for(lambda: not self._running)
         try:
             yield
         finally:
-            if not was_paused:
-                self.resume()
+            with self._state:
+                self._changes -= 1
+                self._state.notify_all()
 
     def pause(self) -> None:
         with self._state:
@@ -110,7 +113,7 @@ class BatchedRollout(RolloutEngine):
     def run_batch(self, requests: list[Request]) -> list[RolloutOutput]:
         """One batch at a time, and none while the engine is paused."""
         with self._state:
-            self._state.wait_for(lambda: not self._paused)
+            self._state.wait_for(lambda: not self._paused and not self._changes)
             self._running = True
         try:
             with without_compiling() if requests[0].guest else contextlib.nullcontext():

@@ -37,8 +37,8 @@ class Channel:
         yield from total.over(self._received[sent.name])
         total.check(sent.count, sent.checksum)
         names = list(self._received)
-        for name in names[: names.index(sent.name) + 1]:
-            del self._received[name]
+        if sent.name in names:  # else others have come since
+            self._received = {name: self._received[name] for name in names[names.index(sent.name) + 1 :]}
 
 
 def backend(config: CheckpointEngineConfig) -> type[CheckpointEngine]:
