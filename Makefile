@@ -46,9 +46,10 @@ vllm-omni: $(VLLM_STAMP) ## Set up .venv-vllm, where actor_rollout_ref.rollout.n
 quickstart: $(STAMP) ## Train a small text-to-image model to write numbers, and write a report
 	@$(PY) -m verl_omni.quickstart
 
-# Two at a time: most of a whole run's time goes into starting processes. In the order of tests/conftest.py.
+# Three at a time, on two cores too: much of a whole run's time is waiting for processes that start. In the order of
+# tests/conftest.py.
 test: $(STAMP) ## Run the tests
-	@$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	@$(PY) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 test-vllm-omni: $(VLLM_STAMP) ## Run the tests of the rollout engine on vLLM-Omni
 	@$(VLLM)/bin/python -m pytest -q tests/vllm_omni
