@@ -15,7 +15,7 @@ import ray
 import requests
 import torch
 from omegaconf import OmegaConf
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from tiny_models import tiny_checkpoint
 
 from verl_omni.agent_loop.diffusion_agent_loop import SampleEngine
@@ -215,3 +215,28 @@ def test_a_sample_that_is_asked_for_again_has_no_place_in_the_burst(monkeypatch)
     engine = SampleEngine(server, {"position": (0, 2)})
     asyncio.run(engine.generate.remote(sampling_params={"seed": 1}))
     assert positions == [(0, 2), None, None]
+
+
+def test_a_server_that_cannot_listen_again_still_draws(capsys):
+    said = []
+
+    def does(name, error=None):
+        async def call(*arguments):
+            said.append(name)
+            if error is not None and said.count(name) > 1:
+                raise error
+            return "http://127.0.0.1:8200"
+
+        return SimpleNamespace(remote=call)
+
+    gone = RayTaskError("listen", "Traceback", ValueError("the token file cannot be read")).as_instanceof_cause()
+    names = ("start", "begin", "update_weights")
+    server = SimpleNamespace(**{name: does(name) for name in names}, listen=does("listen", gone))
+    trained = SimpleNamespace(publish_weights=lambda policy, version: ["stored"])
+    rollouts = ServerRollouts([server], trained, Timeline())
+    rollouts.listen(8200)
+    rollouts.begin("current", 0)
+    wait_for(rollouts._came_back(0))
+    assert said[-3:] == ["start", "update_weights", "listen"]
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "rollout server 0 no longer answers over HTTP: the token file cannot be read"

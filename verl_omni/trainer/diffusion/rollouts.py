@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from ray.exceptions import ActorUnavailableError
 
 from verl_omni.report.timeline import Timeline
-from verl_omni.trainer.failures import users_mistake
+from verl_omni.trainer.failures import innermost, one_line
 from verl_omni.trainer.resources import busy_at_once, worker_environment
 from verl_omni.utils.actors import asked_until_back, watch
 from verl_omni.utils.background import start, wait_for
@@ -115,7 +115,7 @@ class ServerRollouts:
         try:
             await self._listen(server, urlsplit(self._addresses[server]).port)
         except ValueError as error:
-            print(f"rollout server {server} no longer answers over HTTP: {users_mistake(error)}", flush=True)
+            print(f"rollout server {server} no longer answers over HTTP: {one_line(innermost(error))}", flush=True)
 
     def begin(self, policy: str, version: int) -> None:
         """All servers at once: none of them draws now."""
