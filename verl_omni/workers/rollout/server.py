@@ -37,7 +37,7 @@ class RolloutServer(ABC):
         self.actor_config, self.model_config, self.config = actor, model, rollout
         self.engine: BatchedRollout | None = None
         self._starting, self._has_weights = asyncio.Lock(), asyncio.Event()
-        self._in_disorder = ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed
+        self._in_disorder = was_started_again()
         self._http: ImageHttp | None = None
 
     async def start(self) -> None:
@@ -127,6 +127,13 @@ class RolloutServer(ABC):
         self.engine.stop()
         if self._http is not None:
             await self._http.stop()
+
+
+def was_started_again() -> bool:
+    """Whether this process is an actor that has died before."""
+    if not ray.is_initialized() or ray.get_runtime_context().get_actor_id() is None:
+        return False
+    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def device() -> torch.device:
