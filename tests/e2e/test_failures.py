@@ -45,6 +45,7 @@ def test_one_of_two_workers_is_killed(tmp_path):
     assert not os.path.exists(f"/proc/{killed}")
 
 
+@pytest.mark.slow
 def test_a_reward_that_ends_its_process_is_one_line(tmp_path):
     (tmp_path / "reward.py").write_text("import os\n\ndef compute_score(prompt):\n    os._exit(1)\n")
     run = Run(settings("run", "reward.custom_reward_function.path=reward.py"), tmp_path)

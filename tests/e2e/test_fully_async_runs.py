@@ -98,6 +98,7 @@ async def compute_score(image, prompt):
 )
 
 
+@pytest.mark.slow  # trainer/test_server_restarts.py has a server that dies, the next test two servers in one process
 def test_servers_in_processes_of_their_own_of_which_one_dies_and_their_run_again_in_one(here):
     """What two servers drew, whenever it came in, one draws again; LoRA, KL, an average, guidance, validation."""
     learning = [one for one in LEARNING if "killer" not in one]

@@ -3,6 +3,8 @@
 Two of them have Ray and its processes: the one that is not interrupted, and the one that gets the signal.
 """
 
+import contextlib
+import io
 import json
 import signal
 import time
@@ -18,6 +20,7 @@ from e2e_runs import (
     assert_nobody_left,
     command_here,
     metrics,
+    run_here,
     settings,
     user_folder,
 )
@@ -75,8 +78,9 @@ def interrupted(stopped):
     assert (run_dir / "latest_checkpointed_iteration.txt").read_text() == "2"
     with (run_dir / "metrics.jsonl").open("a") as lines:
         lines.write('{"step": 3, "da')  # a line that was being written
-    output = Run(SETTINGS, folder, ALONE).succeed()
-    assert "Resuming from run/global_step_2" in output
+    with pytest.MonkeyPatch.context() as monkeypatch, contextlib.redirect_stdout(io.StringIO()) as output:
+        run_here(SETTINGS, folder, monkeypatch)
+    assert "Resuming from run/global_step_2" in output.getvalue()
     return run_dir
 
 

@@ -48,6 +48,7 @@ def quick_compiler(tmp_path, monkeypatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow  # a real compiler; test_compiled_architectures.py has what is sent to it
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles for a CPU with g++")
 def test_the_update_finds_its_graphs(module, tmp_path, monkeypatch, quick_compiler):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -9,6 +9,7 @@ from verl.protocol import DataProto
 
 from verl_omni.utils.arrays import object_array
 from verl_omni.workers.rollout.base import RolloutOutput
+from verl_omni.workers.rollout.server import was_started_again
 from verl_omni.workers.rollout.trajectories import COLUMN, TrajectoryRef, TrajectoryStore, in_two_parts
 
 
@@ -64,6 +65,10 @@ def test_one_experience_is_released_and_the_other_stays():
     assert store.batch(batch_of(ten))["all_latents"][0, 0, 0] == 2.0
     with pytest.raises(KeyError, match="e1/0"):
         store.batch(batch_of(one))
+
+
+def test_a_driver_is_no_server_that_was_started_again(cluster):
+    assert was_started_again() is False
 
 
 def test_what_another_process_drew_is_fetched_once(cluster):
