@@ -75,5 +75,6 @@ def test_stable_diffusion_without_t5_is_refused(there, tmp_path):
 
 
 def test_a_model_without_an_adapter_names_those_that_have_one(there):
-    line = one_line(model="QwenImageEditPlusPipeline")
-    assert "no vLLM-Omni rollout adapter is registered for QwenImageEditPlusPipeline, only for Flux2KleinPipe" in line
+    checked(model="QwenImageEditPlusPipeline")
+    line = one_line(model="Flux2Pipeline")
+    assert "no vLLM-Omni rollout adapter is registered for Flux2Pipeline, only for Flux2KleinPipeline, Flux" in line

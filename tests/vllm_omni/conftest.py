@@ -6,12 +6,14 @@ import torch.distributed as dist
 from verl_omni.pipelines.vllm_omni import installed
 
 NAMES = (
-    "QwenImagePipeline", "StableDiffusion3Pipeline", "FluxPipeline", "Flux2KleinPipeline", "ZImagePipeline",
-    "WanPipeline", "WanPipeline-2.2",
+    "QwenImagePipeline", "QwenImageEditPlusPipeline", "StableDiffusion3Pipeline", "FluxPipeline", "Flux2KleinPipeline",
+    "ZImagePipeline", "WanPipeline", "WanPipeline-2.2",
 )  # fmt: skip
 
 if not installed():  # test_installed.py says so
     collect_ignore_glob = ["test_[!i]*.py"]
+else:
+    from test_architectures import small_references  # noqa: F401  (for every test here)
 
 
 @pytest.fixture(scope="module", params=NAMES)

@@ -11,6 +11,7 @@ ADAPTERS = {
     "flux": ("FluxPipeline", "FluxPipelineWithLogProb"),
     "flux2": ("Flux2KleinPipeline", "Flux2KleinPipelineWithLogProb"),
     "qwen_image": ("QwenImagePipeline", "QwenImagePipelineWithLogProb"),
+    "qwen_image_edit_plus": ("QwenImageEditPlusPipeline", "QwenImageEditPlusPipelineWithLogProb"),
     "sd3": ("StableDiffusion3Pipeline", "StableDiffusion3PipelineWithLogProb"),
     "wan": ("WanPipeline", "WanPipelineWithLogProb"),
     "z_image": ("ZImagePipeline", "ZImagePipelineWithLogProb"),

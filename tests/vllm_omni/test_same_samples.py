@@ -5,7 +5,8 @@ import torch
 from test_architectures import PROMPTS, as_batch, config, draw, rollout, training_engine, upstream
 from vllm_cases import ask, assert_same
 
-ASKED = [*PROMPTS, "a dog", PROMPTS[1], PROMPTS[0]]  # in two batches, and of different lengths
+# In two batches, and of different lengths; where there are pictures, of different shapes and numbers.
+ASKED = [*PROMPTS, "a dog", PROMPTS[1], PROMPTS[0]]
 
 
 @pytest.mark.parametrize("cfg", [False, True], ids=["plain", "cfg"])
@@ -53,7 +54,7 @@ def test_a_burst_is_drawn_in_full_batches(served):
 
     hook = transformer.register_forward_pre_hook(count, with_kwargs=True)
     try:
-        ask(row, engine, config(row, cfg=False), [PROMPTS[0]] * 5, cfg=False)
+        ask(row, engine, config(row, cfg=False), [PROMPTS[0]] * 5, cfg=False, images=row.images and row.images[:1])
     finally:
         hook.remove()
     steps = len(rows) // 2  # the first of Wan2.2's two transformers takes some of them

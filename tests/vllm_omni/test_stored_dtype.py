@@ -12,7 +12,9 @@ from vllm_cases import ask, assert_same, vllm_rollout
 from verl_omni.utils.json_files import read_object
 
 
-@pytest.mark.parametrize("name", ["QwenImagePipeline", "FluxPipeline", "Flux2KleinPipeline"])
+@pytest.mark.parametrize(
+    "name", ["QwenImagePipeline", "QwenImageEditPlusPipeline", "FluxPipeline", "Flux2KleinPipeline"]
+)
 def test_encoders_in_bfloat16(name, tmp_path):
     row = next(row for row in TABLE if row.name == name)
     model_config = config(row, cfg=True, noise=0.7)

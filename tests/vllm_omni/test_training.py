@@ -2,6 +2,7 @@
 
 import pytest
 from e2e_runs import Run, metrics, run_here, settings
+from test_every_architecture import with_images
 from tiny_models import tiny_checkpoint
 
 pytestmark = pytest.mark.timeout(1500)  # whole runs, on a machine that may be busy
@@ -14,8 +15,15 @@ def compute_score(image):
     frames = image if isinstance(image, list) else [image]
     return sum(frame.convert("L").resize((1, 1)).getpixel((0, 0)) for frame in frames) / len(frames) / 255
 """
+# For every process of a run: upstream would scale pictures to 1024 x 1024.
+SMALL_PICTURES = """
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as upstream
+upstream.CONDITION_IMAGE_SIZE = upstream.VAE_IMAGE_SIZE = 64 * 64
+"""
+GUIDED = [f"{A}rollout.pipeline.true_cfg_scale=2", f"{A}rollout.algo.sde_window_size=2"]
 RUNS = {
-    "QwenImagePipeline": [*LORA, f"{A}rollout.pipeline.true_cfg_scale=2", f"{A}rollout.algo.sde_window_size=2"],
+    "QwenImagePipeline": [*LORA, *GUIDED],
+    "QwenImageEditPlusPipeline": [*LORA, *GUIDED, f"{A}model.external_lib=small_pictures"],
     "StableDiffusion3Pipeline": [f"{A}actor.optim.lr=0.001"],
     "ZImagePipeline": [*LORA, f"{A}model.algorithm=diffusion_nft", f"{A}rollout.pipeline.guidance_scale=0"],
     "WanPipeline-2.2": [f"{A}actor.optim.lr=0.001", f"{A}rollout.pipeline.num_frames=5"],
@@ -29,8 +37,10 @@ def name(request) -> str:
 
 def asked(folder, name: str, *more: str) -> list[str]:
     (folder / "brightness.py").write_text(BRIGHTNESS)
+    (folder / "small_pictures.py").write_text(SMALL_PICTURES)
     reward = f"reward.custom_reward_function.path={folder}/brightness.py"
-    return settings(folder / "run", STEPS, reward, *RUNS[name], *more, model=tiny_checkpoint(name))
+    data = with_images(folder) if "Edit" in name else []
+    return settings(folder / "run", STEPS, reward, *data, *RUNS[name], *more, model=tiny_checkpoint(name))
 
 
 def test_two_steps_through_servers(name, tmp_path, monkeypatch):

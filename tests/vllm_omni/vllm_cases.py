@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import torch
+from PIL import Image
 from test_architectures import SEQUENCE, Architecture
 
 from verl_omni.config import DiffusionModelConfig, DiffusionRolloutConfig
@@ -27,12 +28,13 @@ def ask(
     model_config: DiffusionModelConfig,
     prompts: list[str],
     cfg: bool = True,
+    images: list[list[Image.Image]] | None = None,
     **params: Any,
 ) -> list[RolloutOutput]:
-    """A burst: prompt i with seed i; a list among `params` has one value for each."""
+    """A burst: prompt i with seed i; a list among `params` has one value for each. `images` come in turn."""
     adapter = DiffusionModelBase.get_class(model_config)
     tokenizers = adapter.load_tokenizers(model_config)
-    negative = adapter.tokenize(tokenizers, row.negative, SEQUENCE)
+    images = images or row.images
     shared = row.knobs(cfg) | {"keep_trajectory": True, "sde_window": (0, adapter.num_steps(model_config) - 1)}
 
     async def run() -> list[RolloutOutput]:
@@ -40,8 +42,9 @@ def ask(
         for i, prompt in enumerate(prompts):
             own = {name: value[i] if isinstance(value, list) else value for name, value in params.items()}
             own = shared | {"seed": i, "position": (i, len(prompts))} | own
-            ids = adapter.tokenize(tokenizers, prompt, SEQUENCE)
-            calls.append(engine.generate(ids, own, str(i), negative_prompt_ids=negative))
+            seen = images and images[i % len(images)]
+            ids, negative = (adapter.tokenize(tokenizers, text, SEQUENCE, seen) for text in (prompt, row.negative))
+            calls.append(engine.generate(ids, own, str(i), image_data=seen, negative_prompt_ids=negative))
         return await asyncio.wait_for(asyncio.gather(*calls), GUARD)
 
     return asyncio.run(run())
