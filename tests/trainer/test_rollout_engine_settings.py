@@ -8,6 +8,7 @@ from e2e_runs import settings
 from tiny_models import tiny_checkpoint
 
 from verl_omni.pipelines import vllm_omni
+from verl_omni.pipelines.adapter_registry import AdapterRegistry
 from verl_omni.testing.local_trainer import local_config
 from verl_omni.trainer.checks import rollout_engine
 from verl_omni.utils.json_files import read_object
@@ -74,7 +75,13 @@ def test_stable_diffusion_without_t5_is_refused(there, tmp_path):
     assert "Stable Diffusion 3 needs T5" in one_line(f"{A}model.path={folder}")
 
 
-def test_a_model_without_an_adapter_names_those_that_have_one(there):
-    checked(model="QwenImageEditPlusPipeline")
-    line = one_line(model="Flux2Pipeline")
-    assert "no vLLM-Omni rollout adapter is registered for Flux2Pipeline, only for Flux2KleinPipeline, Flux" in line
+@pytest.mark.parametrize("model", ["QwenImageEditPlusPipeline", "Flux2Pipeline"])
+def test_a_model_with_an_adapter_is_accepted(there, model):
+    checked(model=model)
+
+
+def test_a_model_without_an_adapter_names_those_that_have_one(there, monkeypatch):
+    some = {name: vllm_omni._BUILTIN[name] for name in ("ZImagePipeline", "FluxPipeline")}
+    monkeypatch.setattr(vllm_omni.VllmOmniPipelineBase, "registry", AdapterRegistry("vLLM-Omni rollout", some))
+    line = one_line(model="WanPipeline")
+    assert "no vLLM-Omni rollout adapter is registered for WanPipeline, only for FluxPipeline, ZImagePipeline" in line

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from verl_omni.pipelines.vllm_omni import installed
 
 NAMES = (
-    "QwenImagePipeline", "QwenImageEditPlusPipeline", "StableDiffusion3Pipeline", "FluxPipeline", "Flux2KleinPipeline",
-    "ZImagePipeline", "WanPipeline", "WanPipeline-2.2",
+    "QwenImagePipeline", "QwenImageEditPlusPipeline", "StableDiffusion3Pipeline", "FluxPipeline", "Flux2Pipeline",
+    "Flux2KleinPipeline", "ZImagePipeline", "WanPipeline", "WanPipeline-2.2",
 )  # fmt: skip
 
 if not installed():  # test_installed.py says so

@@ -13,7 +13,8 @@ from verl_omni.utils.json_files import read_object
 
 
 @pytest.mark.parametrize(
-    "name", ["QwenImagePipeline", "QwenImageEditPlusPipeline", "FluxPipeline", "Flux2KleinPipeline"]
+    "name",
+    ["QwenImagePipeline", "QwenImageEditPlusPipeline", "FluxPipeline", "Flux2Pipeline", "Flux2KleinPipeline"],
 )
 def test_encoders_in_bfloat16(name, tmp_path):
     row = next(row for row in TABLE if row.name == name)

@@ -20,6 +20,7 @@ INSTALL = "make vllm-omni (a CPU), or pip install 'verl-omni[vllm-omni]' in an e
 # Built-in adapters, imported when their architecture is first asked for.
 _BUILTIN: dict[str, str] = {
     "Flux2KleinPipeline": "verl_omni.pipelines.flux2.vllm_omni_rollout_adapter",
+    "Flux2Pipeline": "verl_omni.pipelines.flux2.vllm_omni_rollout_adapter",
     "FluxPipeline": "verl_omni.pipelines.flux.vllm_omni_rollout_adapter",
     "QwenImageEditPlusPipeline": "verl_omni.pipelines.qwen_image_edit_plus.vllm_omni_rollout_adapter",
     "QwenImagePipeline": "verl_omni.pipelines.qwen_image.vllm_omni_rollout_adapter",
