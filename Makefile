@@ -10,7 +10,7 @@ VLLM_STAMP := $(VLLM)/.installed
 SUPPORTED = @$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v < (3, 13) else "Python 3.10, 3.11 or 3.12 is needed and $(PYTHON) is %d.%d: type make PYTHON=python3.11" % v)'
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test vllm-omni test-vllm-omni lint bench clean
+.PHONY: help install quickstart test test-slow vllm-omni test-vllm-omni lint bench clean
 
 help: ## Show what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ quickstart: $(STAMP) ## Train a small text-to-image model to write numbers, and 
 # tests/conftest.py.
 test: $(STAMP) ## Run the tests
 	@$(PY) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+
+test-slow: $(STAMP) ## Run the tests that make test leaves out: many whole runs, real compilers
+	@$(PY) -m pytest -q -m slow
 
 test-vllm-omni: $(VLLM_STAMP) ## Run the tests of the rollout engine on vLLM-Omni
 	@$(VLLM)/bin/python -m pytest -q tests/vllm_omni
