@@ -46,10 +46,9 @@ vllm-omni: $(VLLM_STAMP) ## Set up .venv-vllm, where actor_rollout_ref.rollout.n
 quickstart: $(STAMP) ## Train a small text-to-image model to write numbers, and write a report
 	@$(PY) -m verl_omni.quickstart
 
-# Three at a time, on two cores too: much of a whole run's time is waiting for processes that start. In the order of
-# tests/conftest.py.
+# Two at a time, in the order of tests/conftest.py.
 test: $(STAMP) ## Run the tests
-	@$(PY) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+	@$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP) ## Run the tests that make test leaves out: many whole runs, real compilers
 	@$(PY) -m pytest -q -m slow

@@ -18,23 +18,27 @@ os.environ.update(
 
 
 # With several workers a file goes to one of them, in this order and then by name: whoever gets a long one last would
-# keep the others waiting. The second one does not need the run that the first one makes for all.
+# keep the others waiting. Those with a Ray of their own, which has many processes, take turns with those without.
 LONGEST = [
     "e2e/test_resume.py",
-    "e2e/test_failures.py",
-    "e2e/test_two_processes.py",
-    "e2e/test_rollout_servers.py",
-    "workers/test_compile_ahead.py",
-    "documented/test_documented_runs.py",
-    "preference/test_preference_runs.py",
     "workers/test_compiled_architectures.py",
     "preference/test_preference_ranks.py",
     "workers/test_compiled_blocks.py",
+    "e2e/test_two_processes.py",
+    "pipelines/test_architectures.py",
+    "e2e/test_failures.py",
+    "pipelines/test_matrix.py",
+    "trainer/test_server_restarts.py",
     "trainer/test_refused_settings.py",
-    "benches/test_sweep.py",
+    "e2e/test_rollout_servers.py",
+    "preference/test_preference_engine.py",
+    "preference/test_preference_runs.py",
     "e2e/test_every_architecture.py",
+    "documented/test_documented_runs.py",
     "workers/test_rank_counts.py",
+    "e2e/test_fully_async_runs.py",
     "pipelines/test_two_ranks.py",
+    "rewards/test_pool.py",
     "e2e/test_interrupts.py",
 ]
 
