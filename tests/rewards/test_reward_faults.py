@@ -84,7 +84,7 @@ def exits_on_many(prompts):
 @pytest.mark.parametrize("function", [exits, interrupts, exits_later, exits_on_many])
 def test_a_function_does_not_end_the_process(function):
     with pytest.raises(ValueError) as caught:
-        score(function)
+        score(function, limit=60)
     kind = "KeyboardInterrupt" if function is interrupts else "SystemExit"
     expected = f'reward function {function.__name__} wanted to end the process ({kind}) (prompt: "prompt 0")'
     assert str(caught.value) == expected

@@ -300,7 +300,7 @@ def test_who_has_gone_is_not_scored():
             requests.post(
                 f"{server.address}/v1/score/mean",
                 json={"samples": [{"image": GOOD, "ground_truth": "gone"}]},
-                timeout=0.5,
+                timeout=3,  # by then it is queued
             )
         until(lambda: metric(server, 'verl_omni_reward_requests_total{scorer="mean",status="499"}') == 1)
         gate.open.set()

@@ -279,7 +279,7 @@ def test_requests_wait_while_the_engine_pauses_and_who_has_gone_is_not_drawn(ser
             until(lambda: len(server.engine.batcher._running) == 2)  # in the engine's hands
             with pytest.raises(requests.Timeout):
                 requests.post(
-                    f"{server.address}/v1/images/generations", json={"prompt": PROMPT, "seed": 50, "n": 2}, timeout=0.5
+                    f"{server.address}/v1/images/generations", json={"prompt": PROMPT, "seed": 50, "n": 2}, timeout=3
                 )
             until(lambda: server._http._taken == 1)
             last = pool.submit(post, server, prompt=PROMPT, seed=9)
