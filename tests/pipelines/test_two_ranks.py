@@ -8,6 +8,7 @@ import test_architectures as architectures
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from ranks import ready_to_fork
 
 ROWS = {row.name: row for row in architectures.TABLE}
 # For each rank: samples, and which denoising step of each is trained.
@@ -55,7 +56,7 @@ def one_of_two_ranks(rank: int, store: str, results: mp.Queue) -> None:
 
 
 def test_an_update_of_two_ranks_is_that_of_one(tmp_path):
-    context = mp.get_context("spawn")
+    context = ready_to_fork()
     results = context.Queue()
     ranks = [
         context.Process(target=one_of_two_ranks, args=(i, str(tmp_path / "store"), results), daemon=True)
@@ -68,7 +69,7 @@ def test_an_update_of_two_ranks_is_that_of_one(tmp_path):
         name: grad_norm(name, *(first + second for first, second in zip(*shares, strict=True)))
         for name, shares in SHARES.items()
     }
-    together = [results.get(timeout=120) for _ in ranks]
+    together = [results.get(timeout=500) for _ in ranks]
     for rank in ranks:
         rank.join()
     assert min(norm for norm, *_ in alone.values()) > 1e-3

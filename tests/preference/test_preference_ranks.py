@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from preference_cases import LOSSES, assert_same, deal, make_batch, make_engine, moved, update, weights
+from ranks import start_ranks
 from tiny_models import tiny_checkpoint
 
 from verl_omni.trainer.diffusion.ordering import deal_units
@@ -53,7 +53,7 @@ def runs(tmp_path_factory):
             data = {k: v[:4] if case[0] == "dpo" else v[:5] for k, v in data.items()}
         torch.save(data, folder / f"{i}.pt")
         one.append(run(case, paths[case[1]], data, ranks=1, rank=0))
-    mp.spawn(rank_main, args=(str(folder), paths), nprocs=2)
+    start_ranks(rank_main, args=(str(folder), paths))
     return [(one[i], torch.load(folder / f"{i}_seen.pt")) for i in range(len(CASES))]
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from engine_cases import (
     add_reference,
     assert_same,
@@ -22,6 +21,7 @@ from engine_cases import (
     weights,
     whole,
 )
+from ranks import start_ranks
 from tiny_models import tiny_checkpoint
 
 from verl_omni.workers.engine import checkpoint_io
@@ -96,7 +96,7 @@ def runs(tmp_path_factory):
         torch.save(data, folder / f"{name}.pt")
         found[name] = (data, observe(build(path, lora), dict(data), folder / f"{name}_of_one"))
     torch.save(roll_out(make_engine(model_config(tiny_checkpoint(SD3)))), folder / "sd3.pt")
-    mp.spawn(rank_main, args=(str(folder), path), nprocs=2)
+    start_ranks(rank_main, args=(str(folder), path))
     return {name: (*found[name], torch.load(folder / f"{name}_seen.pt"), folder) for name in CASES}
 
 
