@@ -16,12 +16,6 @@ from tiny_models import tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
 COMMAND = ["-m", "verl_omni.trainer.main_diffusion"]
-# The same run in one process: its trainer, worker, agent loop and reward, without Ray.
-ALONE = [
-    "-c",
-    "import sys\nfrom verl_omni.testing.local_trainer import local_config, local_trainer\n"
-    "local_trainer(local_config(sys.argv[1:])).fit()",
-]
 LIMIT = 600  # seconds after which a run hangs
 SCORES_A_STEP, SCORES_OF_VALIDATION = 8, 2  # of `settings`
 
@@ -188,6 +182,18 @@ def run_here(arguments: list[str], folder: Path, monkeypatch) -> None:
     from verl_omni.testing.local_trainer import local_config, local_trainer
 
     _go_to(folder, monkeypatch)
+    local_trainer(local_config(arguments)).fit()
+
+
+def run_in_a_fork(arguments: list[str], folder: Path) -> None:
+    """The same in a process of its own, which can be killed. Its output is in log.txt."""
+    from verl_omni.testing.local_trainer import local_config, local_trainer
+
+    with (folder / "log.txt").open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
     local_trainer(local_config(arguments)).fit()
 
 

@@ -12,8 +12,8 @@ import time
 import pytest
 import torch
 from e2e_runs import (
-    ALONE,
     LEARNING,
+    LIMIT,
     SCORES_A_STEP,
     SCORES_OF_VALIDATION,
     Run,
@@ -21,10 +21,12 @@ from e2e_runs import (
     command_here,
     metrics,
     run_here,
+    run_in_a_fork,
     settings,
     user_folder,
 )
 from PIL import Image
+from ranks import ready_to_fork
 from safetensors.torch import load_file
 
 from verl_omni.report.starts import read_starts
@@ -53,16 +55,17 @@ def stopped(tmp_path_factory):
     return folder, code, run.output()
 
 
-def killed(folder, moment: str) -> str:
+def killed(folder, moment: str) -> None:
     """Start again, and die at that moment. What is on the disk then is the same without Ray, and quicker."""
     (folder / "kill").write_text(moment)
-    run = Run(SETTINGS, folder, ALONE)
-    (folder / "driver").write_text(str(run.process.pid))
-    assert run.wait() == -signal.SIGKILL, run.output()[-3000:]
+    run = ready_to_fork().Process(target=run_in_a_fork, args=(SETTINGS, folder))
+    run.start()
+    (folder / "driver").write_text(str(run.pid))
+    run.join(LIMIT)
+    output = (folder / "log.txt").read_text()
+    assert run.exitcode == -signal.SIGKILL, output[-3000:]
     assert not (folder / "kill").exists()
-    assert_nobody_left(folder)
-    assert "Resuming from run/global_step_2: step 2 of 3 is done." in run.output()
-    return run.output()
+    assert "Resuming from run/global_step_2: step 2 of 3 is done." in output
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import torch
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from PIL import Image
 from tiny_models import tiny_checkpoint
+from transformers import PreTrainedModel
 
 from verl_omni.config import (
     CheckpointConfig,
@@ -102,6 +103,22 @@ def row(request) -> Architecture:
 def shrink_references() -> None:
     """Upstream scales reference images to 1024 x 1024 pixels, whatever is drawn. Here 64 x 64 will do."""
     pipeline_qwenimage_edit_plus.CONDITION_IMAGE_SIZE = pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE = 64 * 64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def text_encoders_are_loaded_once():
+    """Nobody trains them, and loading them is a third of these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        load, loaded = PreTrainedModel.from_pretrained.__func__, {}
+
+        def once(cls, *args, **kwargs):
+            key = (cls, repr(args), repr(sorted(kwargs.items())))
+            if key not in loaded:
+                loaded[key] = load(cls, *args, **kwargs)
+            return loaded[key]
+
+        patch.setattr(PreTrainedModel, "from_pretrained", classmethod(once))
+        yield
 
 
 @pytest.fixture(autouse=True)
