@@ -26,6 +26,7 @@ LONGEST = [
     "workers/test_compiled_blocks.py",
     "e2e/test_two_processes.py",
     "pipelines/test_architectures.py",
+    "e2e/test_failures.py",
     "pipelines/test_matrix.py",
     "trainer/test_server_restarts.py",
     "trainer/test_refused_settings.py",

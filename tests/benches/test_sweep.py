@@ -23,7 +23,6 @@ def test_settings_are_known(overrides):
         compose("diffusion_trainer", overrides)
 
 
-@pytest.mark.slow
 def test_a_step_in_one_process(tmp_path):
     call = f"apart(measure, 'tiny-sd3', 4, {EAGER}, {str(tmp_path / 'moments.pt')!r})"
     script = f"import json\nfrom benchmarks.sweep import *\nimport_everything()\nprint(json.dumps({call}))"

@@ -1,8 +1,6 @@
-"""A reward that fails or ends its process: the run ends with that error shown, and does not hang.
+"""A worker that dies, a reward that fails: the run ends with that error shown, and does not hang."""
 
-test_two_processes.py has a training worker that dies.
-"""
-
+import os
 import re
 
 import pytest
@@ -10,7 +8,43 @@ from e2e_runs import Run, settings
 
 pytestmark = pytest.mark.timeout(1500)  # whole runs, on a machine that may be busy
 
-@pytest.mark.slow
+# The reward function is the test's hand inside the run: it finds a worker of the model and kills it, once.
+KILL_A_WORKER = """
+import os, pathlib, signal
+
+def compute_score(prompt):
+    workers = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            title = pathlib.Path(f"/proc/{pid}/cmdline").read_text()
+            mine = str(pathlib.Path(__file__).parent) in pathlib.Path(f"/proc/{pid}/environ").read_text()
+        except OSError:
+            continue
+        if mine and "DiffusionWorker" in title:
+            workers.append(int(pid))
+    try:
+        with pathlib.Path(__file__).with_name("killed").open("x") as killed:
+            killed.write(str(min(workers)))
+    except FileExistsError:
+        return 1.0
+    os.kill(min(workers), signal.SIGKILL)
+    return 1.0
+"""
+
+
+def test_one_of_two_workers_is_killed(tmp_path):
+    (tmp_path / "reward.py").write_text(KILL_A_WORKER)
+    run = Run(settings("run", "trainer.n_gpus_per_node=2", "reward.custom_reward_function.path=reward.py"), tmp_path)
+    assert run.wait() > 0
+    killed = (tmp_path / "killed").read_text()
+    *_, last = run.output().splitlines()
+    died = rf"error: model worker \d \(pid {killed}\) died during the .+: it was killed, or it crashed; nothing"
+    assert re.match(died, last) and last.endswith("; details in run/run.log")
+    assert "Traceback" not in run.output() and "raylet" not in run.output()
+    assert "Traceback" in (tmp_path / "run/run.log").read_text()
+    assert not os.path.exists(f"/proc/{killed}")
+
+
 def test_a_reward_that_ends_its_process_is_one_line(tmp_path):
     (tmp_path / "reward.py").write_text("import os\n\ndef compute_score(prompt):\n    os._exit(1)\n")
     run = Run(settings("run", "reward.custom_reward_function.path=reward.py"), tmp_path)

@@ -23,7 +23,6 @@ def test_a_signal_while_ray_starts(tmp_path):
     assert last == "stopped by SIGTERM during the start of Ray; nothing was saved yet; details in run/run.log"
 
 
-@pytest.mark.slow
 def test_a_kill_while_ray_starts(tmp_path):
     """Nobody can say a word, and Ray's processes end by themselves."""
     user_folder(tmp_path)

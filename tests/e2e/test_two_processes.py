@@ -1,25 +1,11 @@
-"""Two processes learn what one does, on a Ray of their own that is closed to others, until one of them is killed.
+"""Two processes learn what one does, on a Ray of their own that is closed to others; one validates what they saved."""
 
-One process validates what they saved.
-"""
-
-import re
 import subprocess
 import sys
 
 import psutil
 import pytest
-from e2e_runs import (
-    LEARNING,
-    SCORES_A_STEP,
-    SCORES_OF_VALIDATION,
-    Run,
-    metrics,
-    run_here,
-    settings,
-    user_folder,
-    users_environment,
-)
+from e2e_runs import LEARNING, SCORES_OF_VALIDATION, Run, metrics, run_here, settings, user_folder, users_environment
 
 pytestmark = pytest.mark.timeout(1500)  # whole runs, on a machine that may be busy
 
@@ -29,12 +15,8 @@ COMPARED = {VAL, "critic/rewards/mean", "critic/advantages/max", "actor/grad_nor
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """(folder, sockets, a stranger is refused, the process that is killed, exit code, output) of two ranks without a
-    HOME or the Ray they are told of.
-
-    The run is held in its first rewards, when every process of it is up, until it has been looked at. In the rewards of
-    its third step, one of the ranks is killed.
-    """
+    """(folder, sockets, a stranger is refused, exit code, output) of two ranks without a HOME or the Ray they are told
+    of. The run is held in its first rewards, when every process of it is up, until it has been looked at."""
     folder = user_folder(tmp_path_factory.mktemp("two"))
     (folder / "hold").write_text(str(SCORES_OF_VALIDATION + 1))
     run = Run(
@@ -45,11 +27,8 @@ def two(tmp_path_factory):
     processes = psutil.Process(run.process.pid).children(recursive=True)
     sockets = [(p.name(), c.laddr) for p in processes for c in p.net_connections("inet") if c.status == "LISTEN"]
     stranger = refused_by_ray(next(address.port for name, address in sockets if name == "gcs_server"))
-    killed = min(p.pid for p in processes if "DiffusionWorker" in " ".join(p.cmdline()))
-    (folder / "driver").write_text(str(killed))
-    (folder / "kill").write_text(f"score {2 * SCORES_OF_VALIDATION + 2 * SCORES_A_STEP + 1}")
     (folder / "go on").touch()
-    return folder, sockets, stranger, killed, run.wait(), run.output()
+    return folder, sockets, stranger, run.wait(), run.output()
 
 
 def refused_by_ray(port: int) -> bool:
@@ -72,23 +51,16 @@ def test_a_stranger_is_refused(two):
     assert refused
 
 
-def test_the_end_of_one_is_the_end_of_the_run_in_one_line(two):
-    """Until then it needed neither a home nor another Ray."""
-    folder, _, _, killed, code, output = two
-    assert code > 0
-    *_, last = output.splitlines()
-    died = rf"error: model worker \d \(pid {killed}\) died during the .+ of step 3: it was killed, or it crashed; "
-    assert re.match(died, last), output[-3000:]
-    assert "run/global_step_2" in last and last.endswith("; details in run/run.log")
-    assert "Traceback" not in output and "raylet" not in output
-    assert "Traceback" in (folder / "run/run.log").read_text()
+def test_neither_home_nor_another_ray_is_needed(two):
+    *_, code, output = two
+    assert code == 0, output[-5000:]
 
 
 def test_the_number_of_processes_does_not_matter(uninterrupted, two, monkeypatch, capsys):
     folder, *_ = two
     one, other = metrics(uninterrupted), metrics(folder / "run")
-    assert list(other) == [0, 1, 2]
-    for step in other:
+    assert list(one) == list(other)
+    for step in one:
         assert one[step].keys() == other[step].keys()
         for name in COMPARED & one[step].keys():
             # Rounding moves a pixel by 1 of 255 here and there, and so a reward, and so all that follows.
@@ -96,7 +68,7 @@ def test_the_number_of_processes_does_not_matter(uninterrupted, two, monkeypatch
             assert other[step][name] == close, (step, name)
 
     run_here(settings("run", *LEARNING, "trainer.val_only=true"), folder, monkeypatch)
-    assert "Validating run/global_step_2." in capsys.readouterr().out
+    assert "Validating run/global_step_3." in capsys.readouterr().out
     again = metrics(folder / "run")
-    assert list(again) == [0, 1, 2], "validation adds to the metrics of its checkpoint and takes none away"
-    assert again[2][VAL] == pytest.approx(other[2][VAL], abs=1e-4)
+    assert list(again) == [0, 1, 2, 3], "validation adds to the metrics of its checkpoint and takes none away"
+    assert again[3][VAL] == pytest.approx(other[3][VAL], abs=1e-4)
