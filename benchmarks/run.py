@@ -23,7 +23,10 @@ ATTENTION = (
     "[attn.add_k_proj,attn.add_q_proj,attn.add_v_proj,attn.to_add_out,attn.to_k,attn.to_out.0,attn.to_q,attn.to_v]"
 )
 MODEL_STAGES = ("gen_denoise", "gen_decode", "ref", "update_actor")  # the rest of a step is neither transformer nor VAE
-STAGES = ("gen", "gen_encode", "gen_denoise", "gen_decode", "gen_rewards", "ref", "reward", "update_actor", "step")
+STAGES = (
+    *("gen", "gen_wake", "gen_weights", "gen_encode", "gen_denoise", "gen_decode", "gen_sleep", "gen_rewards"),
+    *("ref", "old_log_prob", "reward", "update_actor", "step"),
+)
 
 
 @dataclass

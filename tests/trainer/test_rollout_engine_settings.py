@@ -16,10 +16,6 @@ from verl_omni.utils.json_files import read_object
 A = "actor_rollout_ref."
 SERVER = [f"{A}rollout.name=vllm_omni", f"{A}hybrid_engine=false"]
 CASES = {
-    "in two training workers": (
-        [f"{A}hybrid_engine=true", "trainer.n_gpus_per_node=2"],
-        "is for one of them, and there are 2",
-    ),
     "compiled VAE": ([f"{A}rollout.compile_vae=false"], "rollout.compile_vae is for the diffusers engine"),
     "encoders": ([f"{A}rollout.encoder_offload=true"], "rollout.encoder_offload is for the diffusers engine"),
     "random weights": ([f"{A}model.load_format=dummy"], "model.load_format=dummy: vLLM-Omni reads the model's folder"),
@@ -51,7 +47,7 @@ def one_line(*overrides: str, **kwargs: str) -> str:
 
 def test_it_is_accepted_where_it_is_installed(there):
     checked()
-    checked(f"{A}hybrid_engine=true")
+    checked(f"{A}hybrid_engine=true", "trainer.n_gpus_per_node=2")
     checked("trainer.mode=one_step_off")
 
 

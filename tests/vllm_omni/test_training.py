@@ -57,10 +57,11 @@ def test_two_steps_through_servers(name, tmp_path, monkeypatch):
         assert mine[step].get("actor/rollout_ratio_max_dev", 0) < 1e-5
 
 
-def test_two_steps_in_the_training_worker(tmp_path, monkeypatch):
-    """Beside training, with a copy of the model that each update reaches; validation draws with the same weights."""
+def test_two_steps_in_two_training_workers(tmp_path, monkeypatch):
+    """Beside training, with a copy of the model in each that each update reaches; validation draws with the same."""
     name, validated = "QwenImagePipeline", ("trainer.test_freq=1", "trainer.val_before_train=true")
-    Run(asked(tmp_path, name, f"{A}rollout.name=vllm_omni", *validated), tmp_path).succeed()
+    beside = [f"{A}rollout.name=vllm_omni", "trainer.n_gpus_per_node=2"]
+    Run(asked(tmp_path, name, *beside, *validated), tmp_path).succeed()
     (tmp_path / "embedded").mkdir()
     run_here(asked(tmp_path / "embedded", name, *validated), tmp_path / "embedded", monkeypatch)
     mine, theirs = metrics(tmp_path / "run"), metrics(tmp_path / "embedded/run")

@@ -21,8 +21,12 @@ def check_checkpoint_engine(settings: DiffusionTrainerConfig) -> None:
     if name is None:
         return
     shown = f"{ARR}.rollout.checkpoint_engine.backend={name}"
-    if name != "gloo" and settings.trainer.device == "cpu":
+    if name not in ("gloo", "ipc") and settings.trainer.device == "cpu":
         raise ValueError(f"{shown} needs GPUs: choose gloo, or leave it out")
+    if name == "ipc" and settings.trainer.device != "cpu":
+        raise ValueError(
+            f"{shown} is for processes on one GPU, and the servers of a run have GPUs of their own: choose gloo or nccl"
+        )
     if rollout.server_restarts != DiffusionRolloutConfig().server_restarts:
         raise ValueError(
             f"{ARR}.rollout.server_restarts={rollout.server_restarts} has no effect with {shown}: a server that is "
@@ -69,11 +73,6 @@ def check_rollout_engine(settings: DiffusionTrainerConfig) -> None:
         return
     if not installed():
         raise ValueError(f"{NAME}: vllm-omni is not installed here: type {INSTALL}, or choose diffusers")
-    if arr.hybrid_engine and (ranks := settings.trainer.nnodes * settings.trainer.n_gpus_per_node) > 1:
-        raise ValueError(
-            f"{NAME} in the training workers is for one of them, and there are {ranks} (trainer.nnodes * "
-            f"n_gpus_per_node): set {ARR}.hybrid_engine=false for servers, or choose diffusers"
-        )
     VllmOmniPipelineBase.check(arr.model.architecture)
     if arr.model.architecture == "StableDiffusion3Pipeline":
         if (read_index(arr.model.path).get("text_encoder_3") or [None])[0] is None:

@@ -3,12 +3,15 @@
 import contextlib
 import functools
 import os
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from verl.utils.device import get_torch_device
 
+import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
 from verl_omni.config import DiffusionModelConfig, DiffusionRolloutConfig
 from verl_omni.perf.memory import names_memory_knobs
 from verl_omni.pipelines.drawing import Drawer, Request, equal_parts
@@ -57,6 +60,7 @@ class VllmOmniRollout(BatchedRollout):
         # Of an engine beside training: the policy and version that it has, and where it waits.
         self._held: tuple[str, int] | None = None
         self._host = HostMemory()
+        self.seconds: dict[str, float] = {}
 
     @classmethod
     def beside(
@@ -72,16 +76,30 @@ class VllmOmniRollout(BatchedRollout):
 
     @contextlib.contextmanager
     def with_policy(self, training: DiffusionEngine, policy: str, version: int) -> Iterator[None]:
-        self.wake()
+        with self._counted("wake"):
+            self.wake()
         try:
             if self._held != (policy, version):
                 self._held = None  # neither, where it fails halfway
-                with training.eval_mode(), training.policy(policy):
+                with self._counted("weights"), training.eval_mode(), training.policy(policy):
                     self.update_weights(training.get_per_tensor_param()[0], version)
                 self._held = (policy, version)
             yield
         finally:
-            self.sleep()
+            with self._counted("sleep"):
+                self.sleep()
+
+    @contextlib.contextmanager
+    def _counted(self, phase: str) -> Iterator[None]:
+        """Waits for the device, three times a rollout."""
+        began = time.perf_counter()
+        yield
+        get_torch_device().synchronize()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
+
+    def take_seconds(self) -> dict[str, float]:
+        seconds, self.seconds = self.seconds, {}
+        return seconds
 
     def sleep(self) -> None:
         """The model waits in the CPU's memory. Where it is there anyway, nothing moves."""
@@ -102,7 +120,8 @@ class VllmOmniRollout(BatchedRollout):
         return [answer(sample, self.version) for sample in self.engine.draw(requests)]
 
     def forget_rollout(self) -> None:
-        """The prompts on the device."""
+        """The times, and the prompts on the device."""
+        self.seconds = {}
         self.drawer.forget_device()
 
     def stop(self) -> None:
@@ -122,7 +141,7 @@ def build_engine(
     """vLLM-Omni's engine with our pipeline in it, and the weights of the model's folder."""
     for name, value in LOGGING.items():  # read on import
         os.environ.setdefault(name, value)
-    from vllm_omni.diffusion.data import OmniDiffusionConfig
+    from vllm_omni.diffusion.data import DiffusionParallelConfig, OmniDiffusionConfig
     from vllm_omni.platforms import current_omni_platform
 
     from verl_omni.workers.rollout.vllm_rollout.diffusion_engine import DrawingEngine
@@ -137,6 +156,8 @@ def build_engine(
         max_num_seqs=config.max_num_seqs,
         enforce_eager=not compiled,
         distributed_executor_backend=InProcessExecutor,
+        # Each rank of training has an engine of its own, and draws what it is asked for.
+        parallel_config=DiffusionParallelConfig(data_parallel_size=dist.get_world_size()),
         custom_pipeline_args={"pipeline_class": pipeline},
     )
     settings.enrich_config()

@@ -3,8 +3,10 @@
 Its own executor starts a process and sends requests, answers and weights through pipes. Here they are handed over.
 """
 
+import os
 from typing import Any
 
+import torch
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm_omni.diffusion.executor.abstract import DiffusionExecutor
 from vllm_omni.diffusion.sched.interface import DiffusionSchedulerOutput
@@ -17,13 +19,19 @@ from vllm_omni.plugins import load_omni_general_plugins
 class InProcessExecutor(DiffusionExecutor):
     def _init_executor(self) -> None:
         load_omni_general_plugins()
+        before = dict(os.environ)
         self.worker = WorkerWrapperBase(
-            gpu_id=0,
+            gpu_id=torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0,
             od_config=self.od_config,
             base_worker_class=resolve_obj_by_qualname(current_omni_platform.get_diffusion_worker_cls()),
             worker_extension_cls=self.od_config.worker_extension_cls,
             custom_pipeline_args=self.od_config.custom_pipeline_args,
         )
+        # It takes itself for the first of all ranks. They have met already, and who asks later is told the truth.
+        for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "RANK", "WORLD_SIZE"):
+            os.environ.pop(name, None)
+            if name in before:
+                os.environ[name] = before[name]
         self._closed = False
 
     @property

@@ -1,6 +1,9 @@
 """Trained weights into a pipeline of vLLM-Omni, which fuses some of them and reports nothing that it leaves out."""
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from verl_omni.utils.json_files import read_object
 from verl_omni.workers.engine.lora import add_lora
 
 Weights = Iterable[tuple[str, torch.Tensor]]
+READERS = 8
 
 
 class TrainedWeights:
@@ -50,18 +54,23 @@ class TrainedWeights:
             )
 
     def _folded(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-        """W + alpha/rank B A, as soon as both halves are there."""
-        scaling, waiting = self.model_config.lora_alpha / self.model_config.lora_rank, {}
+        """W + alpha/rank B A."""
+        scaling, layers = self.model_config.lora_alpha / self.model_config.lora_rank, {}
         for name, tensor in weights:
             layer, _, half = name.removesuffix(".default.weight").rpartition(".")
-            waiting.setdefault(layer, {})[half] = tensor.to(self.device).float()
-            if len(waiting[layer]) == 2:
-                halves = waiting.pop(layer)
-                part, _, own = layer.partition(".")
-                frozen = self.folder[part].read(f"{own}.weight").to(self.device).float()
-                # Flat, for convolutions have adapters too.
-                added = (halves["lora_B"].flatten(1) @ halves["lora_A"].flatten(1)).view_as(frozen)
-                yield f"{layer}.weight", frozen.add_(added, alpha=scaling)
+            layers.setdefault(layer, {})[half] = tensor
+        for layer, frozen in read_ahead(self._frozen, layers):
+            frozen = frozen.to(self.device, non_blocking=True).float()
+            halves = {name: half.to(self.device).float() for name, half in layers.pop(layer).items()}
+            # Flat, for convolutions have adapters too.
+            added = (halves["lora_B"].flatten(1) @ halves["lora_A"].flatten(1)).view_as(frozen)
+            yield f"{layer}.weight", frozen.add(added, alpha=scaling)
+
+    def _frozen(self, layer: str) -> torch.Tensor:
+        """The folder's own weight, ready to go to the device."""
+        part, _, own = layer.partition(".")
+        weight = self.folder[part].read(f"{own}.weight")
+        return weight if self.device.type == "cpu" else weight.pin_memory()
 
     def _known(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         """Those that vLLM-Omni is known to take; others are tried one by one, here."""
@@ -90,7 +99,7 @@ def trained_names(model_config: DiffusionModelConfig, parts: list[str]) -> dict[
 
 
 class FolderWeights:
-    """Single tensors of a component of a diffusers folder, read when they are asked for."""
+    """Single tensors of a component of a diffusers folder, read when they are looked at. Nobody may write into them."""
 
     def __init__(self, folder: Path):
         self.folder, self.single = folder, "diffusion_pytorch_model.safetensors"
@@ -98,5 +107,21 @@ class FolderWeights:
         self.files = read_object(index)["weight_map"] if index.is_file() else {}
 
     def read(self, name: str) -> torch.Tensor:
-        with safe_open(self.folder / self.files.get(name, self.single), "pt") as tensors:
-            return tensors.get_tensor(name)
+        return self._opened(self.files.get(name, self.single)).get_tensor(name)
+
+    @functools.cache  # noqa: B019  (as long as the engine; opening one reads the names of all its tensors)
+    def _opened(self, file: str) -> Any:
+        return safe_open(self.folder / file, "pt")
+
+
+def read_ahead(read: Callable[[str], torch.Tensor], names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, what `read` gives for it), in this order. One thread alone does not fill the way to a GPU."""
+    with ThreadPoolExecutor(READERS) as readers:
+        coming: deque = deque()
+        for name in list(names):
+            coming.append((name, readers.submit(read, name)))
+            if len(coming) > READERS:
+                name, future = coming.popleft()
+                yield name, future.result()
+        for name, future in coming:
+            yield name, future.result()
