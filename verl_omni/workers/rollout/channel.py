@@ -7,6 +7,7 @@ import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
 import verl_omni.workers.rollout.gloo_engine  # noqa: F401  (registers "gloo")
+import verl_omni.workers.rollout.ipc_engine  # noqa: F401  (registers "ipc")
 from verl_omni.config import CheckpointEngineConfig
 from verl_omni.workers.rollout.weights import Name, SentWeights, Sum
 

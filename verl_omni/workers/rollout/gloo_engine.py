@@ -1,30 +1,23 @@
 """verl's checkpoint engine on gloo: from the first training rank to all rollout servers at once, through CPU memory."""
 
-import json
 import socket
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import ray
 import torch
 import torch.distributed as dist
-from verl.checkpoint_engine.base import (
-    CheckpointEngine,
-    CheckpointEngineRegistry,
-    TensorMeta,
-    merge_weight_chunks,
-    split_weight_chunks,
-)
+from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
-Chunk = tuple[TensorMeta, torch.Tensor]
+from verl_omni.workers.rollout.bucketed_engine import BucketedEngine
 
 
 @CheckpointEngineRegistry.register("gloo")
-class GlooCheckpointEngine(CheckpointEngine):
-    """Buckets of `bucket_size` bytes. The group of processes is made once, at the first update."""
+class GlooCheckpointEngine(BucketedEngine):
+    """The group of processes is made once, at the first update."""
 
     def __init__(self, bucket_size: int, is_master: bool = False):
-        self.bucket_size, self.is_master = bucket_size, is_master
+        super().__init__(bucket_size, is_master)
         self.rank: int | None = None
         self._store = self._group = None
 
@@ -62,44 +55,25 @@ class GlooCheckpointEngine(CheckpointEngine):
     def finalize(self) -> None:
         """The group stays for the next update."""
 
-    async def send_weights(self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None) -> None:
-        if self.rank < 0:
-            for _ in weights:
-                pass
-            return
-        bucket, size = [], 0
-        on_cpu = ((name, tensor.detach().cpu().contiguous()) for name, tensor in weights)
-        async for meta, chunk in split_weight_chunks(on_cpu, self.bucket_size):
-            if size + meta.chunk_size > self.bucket_size:
-                self._send(bucket, last=False)
-                bucket, size = [], 0
-            bucket.append((meta, chunk))
-            size += meta.chunk_size
-        self._send(bucket, last=True)
+    @property
+    def sends(self) -> bool:
+        return self.rank >= 0
 
-    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        async for name, tensor in merge_weight_chunks(self._chunks(), self.bucket_size):
-            yield name, tensor
+    def ready(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.cpu()
 
-    def _send(self, bucket: list[Chunk], last: bool) -> None:
-        lines = [(m.name, list(m.shape), str(m.dtype).split(".")[1], m.chunk_offset, m.chunk_size) for m, _ in bucket]
-        header = torch.frombuffer(bytearray(json.dumps({"last": last, "chunks": lines}).encode()), dtype=torch.uint8)
-        body = torch.cat([chunk for _, chunk in bucket]) if bucket else torch.empty(0, dtype=torch.uint8)
+    def send_bucket(self, line: bytes, chunks: list[torch.Tensor]) -> None:
+        header = torch.frombuffer(bytearray(line), dtype=torch.uint8)
+        body = torch.cat(chunks) if chunks else torch.empty(0, dtype=torch.uint8)
         self._broadcast(torch.tensor([len(header), len(body)]))
         self._broadcast(header)
         self._broadcast(body)
 
-    async def _chunks(self) -> AsyncIterator[Chunk]:
-        last = False
-        while not last:
+    def buckets(self) -> Iterator[tuple[bytes, torch.Tensor]]:
+        while True:
             lengths = self._broadcast(torch.empty(2, dtype=torch.int64)).tolist()
             header, body = (self._broadcast(torch.empty(length, dtype=torch.uint8)) for length in lengths)
-            told, begin = json.loads(header.numpy().tobytes()), 0
-            for name, shape, dtype, offset, size in told["chunks"]:
-                meta = TensorMeta(name, torch.Size(shape), getattr(torch, dtype), offset, size, begin)
-                yield meta, body[begin : begin + size].clone()  # in a bucket it may lie at any byte
-                begin += size
-            last = told["last"]
+            yield header.numpy().tobytes(), body
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.numel():

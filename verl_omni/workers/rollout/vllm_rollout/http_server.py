@@ -40,9 +40,8 @@ class vLLMOmniHttpServer(VllmOmniServer):
         nnodes: int,
         cuda_visible_devices: str,
     ):
-        """`workers` are processes whose devices the server takes: here it has its own, or those of
-        `cuda_visible_devices`; an empty text leaves the choice to Ray."""
-        check_mode(rollout_mode)
+        """`workers` are processes beside it on the device, if there are any. An empty `cuda_visible_devices` leaves the
+        choice of the device to Ray."""
         if nnodes != 1 or gpus_per_node > 1 or node_rank != 0:
             raise ValueError(
                 f"vLLMOmniHttpServer has one device on one node, not {gpus_per_node} on each of {nnodes}: start a "
@@ -99,14 +98,6 @@ class vLLMOmniHttpServer(VllmOmniServer):
     async def wake_up(self) -> None:
         self.engine.wake()
         await self.resume()
-
-
-def check_mode(mode: RolloutMode) -> None:
-    if mode != RolloutMode.STANDALONE:
-        raise NotImplementedError(
-            f"rollout mode {mode.value}: a server of vLLM-Omni has a device of its own (standalone). To share one with "
-            "training, set actor_rollout_ref.rollout.name=vllm_omni and leave hybrid_engine true"
-        )
 
 
 def filled(config: Any, model_config: Any) -> tuple[DiffusionRolloutConfig, DiffusionModelConfig]:

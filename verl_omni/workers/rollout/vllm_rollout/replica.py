@@ -4,12 +4,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from verl.plugin.platform import get_platform
 from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
-from verl.utils.device import get_device_name
+from verl.utils.device import get_device_name, get_resource_name
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
-from verl_omni.workers.rollout.vllm_rollout.http_server import check_mode, vLLMOmniHttpServer
+from verl_omni.workers.rollout.vllm_rollout.http_server import vLLMOmniHttpServer
 
 # What verl multiplies to the number of devices.
 ONE_DEVICE = SimpleNamespace(
@@ -18,7 +20,11 @@ ONE_DEVICE = SimpleNamespace(
 
 
 class vLLMOmniReplica(RolloutReplica):
-    """`await replica.init_standalone()` starts it; then `replica.server_handle.generate.remote(...)` draws."""
+    """`await replica.init_standalone()` starts it; then `replica.server_handle.generate.remote(...)` draws.
+
+    Replica i of a hybrid or colocated rollout is on the device of the i-th process or bundle. It has that to itself or
+    sleeps: `await replica.sleep()` before training, `await replica.wake_up()` after.
+    """
 
     def __init__(
         self,
@@ -37,13 +43,34 @@ class vLLMOmniReplica(RolloutReplica):
         self.server_class = ray.remote(vLLMOmniHttpServer)
 
     async def init_hybrid(self, worker_group: RayWorkerGroup) -> None:
-        check_mode(RolloutMode.HYBRID)
+        """On the device of a training process, in a process of its own."""
+        self.rollout_mode = RolloutMode.HYBRID
+        (worker,) = self.workers = worker_group.workers[self.replica_rank : self.replica_rank + 1]
+        node, device = await worker.__ray_call__.remote(node_and_device)
+        seen = {} if device is None else {get_platform().visible_devices_envvar(): device}
+        # Ray, of which the server asks for no device, would take all from it.
+        told = dict.fromkeys(get_platform().ray_noset_envvars(), "1")
+        await self._launch(
+            device or "",
+            num_cpus=0,  # the worker has asked for one
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            runtime_env={"env_vars": told | seen},
+        )
 
     async def init_hybrid_colocated(self, worker_group: RayWorkerGroup, resource_pool: RayResourcePool) -> None:
-        check_mode(RolloutMode.HYBRID)
+        self.resource_pool = resource_pool
+        await self.init_hybrid(worker_group)
 
     async def init_colocated(self, resource_pool: RayResourcePool) -> None:
-        check_mode(RolloutMode.COLOCATED)
+        """On a device of the pool, beside whoever else is there."""
+        self.rollout_mode, self.resource_pool = RolloutMode.COLOCATED, resource_pool
+        groups = resource_pool.get_placement_groups(device_name=get_device_name())
+        group, index = [(g, i) for g in groups for i in range(g.bundle_count)][self.replica_rank]
+        await self._launch(
+            num_cpus=1,
+            num_gpus=0 if get_device_name() == "cpu" else 1 / resource_pool.max_colocate_count,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
+        )
 
     async def init_standalone(self) -> None:
         """verl starts workers that hold the devices of a server; this server holds its own."""
@@ -51,23 +78,31 @@ class vLLMOmniReplica(RolloutReplica):
         await self.launch_servers()
 
     async def launch_servers(self) -> None:
-        server = self.server_class.options(
-            num_cpus=1, num_gpus=0 if get_device_name() == "cpu" else 1, max_concurrency=self.max_concurrency
-        ).remote(
+        await self._launch(num_cpus=1, num_gpus=0 if get_device_name() == "cpu" else 1)
+
+    async def _launch(self, devices: str = "", **options: Any) -> None:
+        server = self.server_class.options(max_concurrency=self.max_concurrency, **options).remote(
             config=self.config,
             model_config=self.model_config,
             rollout_mode=self.rollout_mode,
-            workers=[],
+            workers=self.workers,
             replica_rank=self.replica_rank,
             node_rank=0,
             gpus_per_node=1,
             nnodes=1,
-            cuda_visible_devices="",
+            cuda_visible_devices=devices,
         )
         await server.launch_server.remote()
         host, port = await server.get_server_address.remote()
         self.servers, self._server_handle = [server], server
         self._server_address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def node_and_device(worker: Any) -> tuple[str, str | None]:
+    """Of the process that is asked."""
+    context = ray.get_runtime_context()
+    devices = [] if get_device_name() == "cpu" else context.get_accelerator_ids().get(get_resource_name(), [])
+    return context.get_node_id(), next(iter(devices), None)
 
 
 RolloutReplicaRegistry.register("vllm_omni", lambda: vLLMOmniReplica)
