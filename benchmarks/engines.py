@@ -157,7 +157,7 @@ def replay(name: str, folder: Path, full: bool) -> dict[str, dict[str, float]]:
     engine.micro_batch_size = 2
     load_trained(engine.module, trained_weights(config, folder).items())
     found = {}
-    for drawn in ENGINES:
+    for drawn in [name for name in ENGINES if (folder / f"{name}.safetensors").exists()]:
         data = load_file(folder / f"{drawn}.safetensors")
         data = {key: value[:16].to(engine.device) for key, value in data.items()}
         with engine.train_mode():
