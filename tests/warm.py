@@ -13,6 +13,7 @@ import gc
 import importlib
 import io
 import json
+import marshal
 import os
 import runpy
 import selectors
@@ -39,7 +40,7 @@ LIBRARIES = [
 ]  # fmt: skip
 # What may differ from the environment in which the libraries were imported: nobody had read these.
 READ_LATER = {
-    "PYTHON", "PYTHONPATH", "HOME", "PWD", "OLDPWD", "SHLVL", "_", "PYTEST_CURRENT_TEST", "TMPDIR", "KEEP_METRICS",
+    "PYTHON", "PYTHONPATH", "PWD", "OLDPWD", "SHLVL", "_", "PYTEST_CURRENT_TEST", "KEEP_METRICS",
     "HYDRA_FULL_ERROR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
     # set for ranks
     "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "RAY_LOCAL_WORLD_SIZE",
@@ -54,6 +55,7 @@ READ_LATER = {
 # this number is there, where it would look after its raylet, and warm_fork.py does that.
 FIXED = {"RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": str(os.getpid())}
 REFUSED = 76  # exit code of a fork that cannot be what it was asked to be
+PR_SET_PDEATHSIG = 1
 START = dict(os.environ)
 ROOM = "WARM_ROOM"  # a variable that leaves room for the environment of a fork
 
@@ -191,9 +193,9 @@ def serve(listening: socket.socket) -> tuple | None:
                 say(connection, pid)
                 selector.register(connection, selectors.EVENT_READ)
                 selector.register(os.pidfd_open(pid), selectors.EVENT_READ, connection)
-            elif key.data is None:  # who asked was killed, and so is who it asked for
-                selector.unregister(key.fileobj)
-                if key.fileobj in forks:
+            elif key.data is None:
+                if key.fileobj in forks:  # who asked was killed, and so is who it asked for
+                    selector.unregister(key.fileobj)
                     os.kill(forks[key.fileobj], signal.SIGKILL)
             else:
                 selector.unregister(key.fileobj)
@@ -219,22 +221,17 @@ def say(connection: socket.socket, number: int) -> None:
 
 def hear(connection: socket.socket) -> tuple[tuple | None, list[int]]:
     """What somebody wants: arguments, environment and folder of a process, and its files."""
-    import marshal
-
-    connection.settimeout(60)
+    files, wanted = [], b""
     try:
         size, files, *_ = socket.recv_fds(connection, 4, 3)
-        wanted = b""
-        while len(wanted) < int.from_bytes(size, "little"):
+        while not size or len(wanted) < int.from_bytes(size, "little"):
             more = connection.recv(65536)
             if not more:
-                return None, []
+                return None, files
             wanted += more
-        return marshal.loads(wanted), files
-    except OSError:
-        return None, []
-    finally:
-        connection.settimeout(None)
+    except ConnectionError:  # it was killed while it asked
+        return None, files
+    return marshal.loads(wanted), files
 
 
 # In a fork.
@@ -246,6 +243,7 @@ class Refused(Exception):
 
 def become(arguments: list[str], environment: dict[str, str], folder: str, own: list[str]) -> Callable[[], None]:
     """`python ARGUMENTS` in that folder, up to its first line."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.setsid()
     os.chdir(folder)
     unbuffered = arguments[0] == "-u" or bool(environment.get("PYTHONUNBUFFERED"))
@@ -261,8 +259,8 @@ def become(arguments: list[str], environment: dict[str, str], folder: str, own: 
     if os.path.basename(arguments[0]) == "setup_worker.py":
         arguments, environment = without_setup(arguments[1:], environment)
     take(environment)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
+    sys.modules["numpy"].random.seed()
+    sys.modules["torch"].default_generator.seed()
     sys.orig_argv = [sys.executable, *arguments]
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     importlib.invalidate_caches()
