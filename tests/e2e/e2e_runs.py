@@ -174,7 +174,10 @@ class Run:
 
 
 class QuickRun(Run):
-    """The same in processes that need not import the libraries, those of Ray's workers too: see warm.py."""
+    """The same in processes that need not import the libraries, those of Ray's workers too: see warm.py.
+
+    test_two_processes.py and test_interrupts.py start the command, and it starts Ray, as a user's does.
+    """
 
     def start(self, arguments: list[str], folder: Path, environment: dict[str, str]) -> subprocess.Popen | warm.Fork:
         return warm.Fork(arguments, folder, environment, self.log.open("w"))
