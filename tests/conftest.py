@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 os.environ.update(
     RAY_AUTH_MODE="disabled",  # a token of another cluster on this machine must not reach ours
@@ -53,7 +54,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup():
-    """What is random in a test, and in what it sets up, does not depend on the tests before it."""
+    """What is random in a test, and in what it sets up, does not depend on the tests before it. Ray starts quickly."""
+    if "ray._private.services" in sys.modules and os.environ["CUDA_VISIBLE_DEVICES"] == "":
+        warm.let_ray_fork()
     random.seed(0)
     for name, seed in (("numpy", lambda numpy: numpy.random.seed(0)), ("torch", lambda torch: torch.manual_seed(0))):
         if name in sys.modules:

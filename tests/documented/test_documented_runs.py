@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from e2e_runs import Run, metrics, run_here, settings
+from e2e_runs import QuickRun, metrics, run_here, settings
 
 pytestmark = pytest.mark.timeout(1500)  # whole runs, on a machine that may be busy
 
@@ -23,7 +23,7 @@ def test_a_launcher_with_an_estimator_a_loss_an_adapter_and_a_step_of_its_own(tm
         "actor_rollout_ref.rollout.algo.noise_level=0.6",
         "actor_rollout_ref.rollout.pipeline.true_cfg_scale=2.0",
     ]
-    Run(settings("run", *flags, *SHORT), tmp_path, program=["mine/launcher.py"]).succeed()
+    QuickRun(settings("run", *flags, *SHORT), tmp_path, program=["mine/launcher.py"]).succeed()
     found = metrics(tmp_path / "run")[1]
     assert found["actor/grad_norm"] > 0 and found["actor/first_ratio_max_dev"] < 1e-4
     assert {"actor/ppo_kl", "actor/ratio_max_dev"} <= found.keys()

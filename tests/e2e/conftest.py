@@ -1,5 +1,5 @@
 import pytest
-from e2e_runs import LEARNING, Run, settings, user_folder
+from e2e_runs import LEARNING, QuickRun, settings, user_folder
 from filelock import FileLock
 
 
@@ -11,6 +11,6 @@ def uninterrupted(tmp_path_factory, worker_id):
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             made = user_folder(tmp_path_factory.mktemp("making"))
-            Run(settings("run", *LEARNING), made).succeed()
+            QuickRun(settings("run", *LEARNING), made).succeed()
             made.rename(folder)
     return folder / "run"

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import warm
 from tiny_models import tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -136,10 +137,14 @@ class Run:
         self.log = folder / "log.txt"
         path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
         environment = users_environment() | {"PYTHONPATH": path} | env
-        self.process = subprocess.Popen(
-            [sys.executable, *program, *arguments],
+        environment = {name: value for name, value in environment.items() if value is not None}
+        self.process = self.start([*program, *arguments], folder, environment)
+
+    def start(self, arguments: list[str], folder: Path, environment: dict[str, str]) -> subprocess.Popen | warm.Fork:
+        return subprocess.Popen(
+            [sys.executable, *arguments],
             cwd=folder,
-            env={name: value for name, value in environment.items() if value is not None},
+            env=environment,
             stdout=self.log.open("w"),
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -166,6 +171,16 @@ class Run:
         code = self.wait()
         assert code == 0, self.output()[-5000:]
         return self.output()
+
+
+class QuickRun(Run):
+    """The same in processes that need not import the libraries, those of Ray's workers too: see warm.py.
+
+    test_two_processes.py and test_interrupts.py start the command, and it starts Ray, as a user's does.
+    """
+
+    def start(self, arguments: list[str], folder: Path, environment: dict[str, str]) -> subprocess.Popen | warm.Fork:
+        return warm.Fork(arguments, folder, environment, self.log.open("w"))
 
 
 def _go_to(folder: Path, monkeypatch) -> None:

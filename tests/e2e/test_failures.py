@@ -4,7 +4,7 @@ import os
 import re
 
 import pytest
-from e2e_runs import Run, settings
+from e2e_runs import QuickRun, settings
 
 pytestmark = pytest.mark.timeout(1500)  # whole runs, on a machine that may be busy
 
@@ -34,7 +34,8 @@ def compute_score(prompt):
 
 def test_one_of_two_workers_is_killed(tmp_path):
     (tmp_path / "reward.py").write_text(KILL_A_WORKER)
-    run = Run(settings("run", "trainer.n_gpus_per_node=2", "reward.custom_reward_function.path=reward.py"), tmp_path)
+    two = ("trainer.n_gpus_per_node=2", "reward.custom_reward_function.path=reward.py")
+    run = QuickRun(settings("run", *two), tmp_path)
     assert run.wait() > 0
     killed = (tmp_path / "killed").read_text()
     *_, last = run.output().splitlines()
@@ -47,7 +48,7 @@ def test_one_of_two_workers_is_killed(tmp_path):
 
 def test_a_reward_that_ends_its_process_is_one_line(tmp_path):
     (tmp_path / "reward.py").write_text("import os\n\ndef compute_score(prompt):\n    os._exit(1)\n")
-    run = Run(settings("run", "reward.custom_reward_function.path=reward.py"), tmp_path)
+    run = QuickRun(settings("run", "reward.custom_reward_function.path=reward.py"), tmp_path)
     assert run.wait() == 1
     *_, last = run.output().splitlines()
     assert re.match(r"error: reward process 0 \(pid \d+\) died during the (validation|rewards)\b", last)
@@ -57,7 +58,7 @@ def test_a_reward_that_ends_its_process_is_one_line(tmp_path):
 @pytest.mark.slow  # trainer/test_failure_lines.py has the way of such an error through Ray, without a run
 def test_a_failing_reward_ends_the_run_with_one_line(tmp_path):
     (tmp_path / "reward.py").write_text("def compute_score(prompt):\n    return {}[prompt]\n")
-    run = Run(settings("run", "reward.custom_reward_function.path=reward.py"), tmp_path)
+    run = QuickRun(settings("run", "reward.custom_reward_function.path=reward.py"), tmp_path)
     assert run.wait() == 1
     *_, last = (line for line in run.output().splitlines() if line.strip())
     assert last.startswith("error: reward function compute_score (reward.py) raised KeyError: 'a")

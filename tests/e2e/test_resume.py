@@ -16,7 +16,7 @@ from e2e_runs import (
     LIMIT,
     SCORES_A_STEP,
     SCORES_OF_VALIDATION,
-    Run,
+    QuickRun,
     assert_nobody_left,
     command_here,
     metrics,
@@ -44,7 +44,7 @@ def stopped(tmp_path_factory):
     folder = user_folder(tmp_path_factory.mktemp("stopped"))
     # The step's first score waits until the signal is on its way.
     (folder / "hold").write_text(str(SCORES_OF_VALIDATION + SCORES_A_STEP + 1))
-    run = Run(SETTINGS, folder)
+    run = QuickRun(SETTINGS, folder)
     run.wait_for(folder / "held")
     run.process.send_signal(signal.SIGINT)
     time.sleep(1)

@@ -4,8 +4,8 @@ import base64
 import io
 import json
 import os
+import shlex
 import subprocess
-import sys
 import threading
 import time
 
@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import requests
+import warm
 from e2e_runs import LEARNING, ROOT, metrics, prompts, run_here, settings, users_environment
 from PIL import Image
 
@@ -92,7 +93,10 @@ def test_the_documented_one_step_off_script_with_a_correction(tmp_path):
         "actor_rollout_ref.rollout.checkpoint_engine.backend=gloo",
     ]
     kept = tmp_path / "metrics.jsonl"
-    environment = users_environment() | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "KEEP_METRICS": str(kept)}
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {shlex.join(warm.python())} "$@"\n')
+    python.chmod(0o755)
+    environment = users_environment() | {"PYTHON": str(python), "PYTHONPATH": str(ROOT), "KEEP_METRICS": str(kept)}
     done = subprocess.run(
         ["bash", script, *more], cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from e2e_runs import Run, command_here, metrics, prompts, run_here, settings
+from e2e_runs import QuickRun, command_here, metrics, prompts, run_here, settings
 from PIL import Image
 from safetensors.torch import load_file
 from test_offline_pairs import write_jsonl
@@ -140,7 +140,7 @@ def test_offline_dpo_overfits_one_prompts_pairs_without_a_rollout_engine(tmp_pat
         "trainer.total_training_steps=20",
         "trainer.save_freq=0",
     )
-    Run(arguments, tmp_path).succeed()
+    QuickRun(arguments, tmp_path).succeed()
     found = metrics(tmp_path / "run")
     assert found[1]["actor/implicit_margin"] == pytest.approx(0, abs=1e-5)  # the policy is still the reference
     assert all(found[step]["actor/implicit_accuracy"] == 1 for step in range(16, 21))
