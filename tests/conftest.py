@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items):
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup():
     """What is random in a test, and in what it sets up, does not depend on the tests before it. Ray starts quickly."""
-    if "ray._private.services" in sys.modules and os.environ["CUDA_VISIBLE_DEVICES"] == "":
+    if warm.WORKS and "ray._private.services" in sys.modules and os.environ["CUDA_VISIBLE_DEVICES"] == "":
         warm.let_ray_fork()
     random.seed(0)
     for name, seed in (("numpy", lambda numpy: numpy.random.seed(0)), ("torch", lambda torch: torch.manual_seed(0))):

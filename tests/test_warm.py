@@ -10,6 +10,8 @@ import time
 import pytest
 import warm
 
+pytestmark = pytest.mark.skipif(not warm.WORKS, reason="processes are forked on Linux only")
+
 TELL = """
 import json, os, random, sys, numpy, torch
 print(json.dumps({
@@ -72,6 +74,13 @@ def test_who_asked_for_it_takes_it_along(telling):
     asker.wait()
 
 
-def test_a_variable_that_a_library_may_have_read_is_refused():
-    with pytest.raises(warm.Refused, match=r"before these are set\? \['OMP_NUM_THREADS'\]"):
-        warm.take(warm.START | {"OMP_NUM_THREADS": "7"})
+def test_with_a_variable_that_a_library_may_have_read_it_is_started(telling):
+    folder, environment = telling
+    for python in (warm.python(), warm.python()):
+        done = subprocess.run(
+            [*python, "tell.py"], cwd=folder, env=environment | {"OMP_NUM_THREADS": "2"}, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stderr) == (3, "")
+        told = json.loads(done.stdout)
+        assert told["variables"]["OMP_NUM_THREADS"] == "2" and told["threads"] == 2 and not told["loaded"]
+        assert told["variables"]["WARM_ROOM"] is None

@@ -2,8 +2,8 @@
 
 A test process has one such process, from its first run on to its end. A fork becomes what a started Python would be:
 arguments, environment, folder, open files, where modules are found, what is random. Libraries read some variables of
-the environment when they are imported, so a fork refuses any that is not known to be read later. Ray is told in
-`start_ray_process` to let `warm_fork.py` ask for its workers.
+the environment when they are imported: where one differs that is not known to be read later, Python is started after
+all. Ray is told in `start_ray_process` to let `warm_fork.py` ask for its workers. For Linux only.
 """
 
 import contextlib
@@ -55,9 +55,9 @@ READ_LATER = {
 # Ray's C++ reads these when it is loaded and never again. A worker of no job takes any; it looks whether a process of
 # this number is there, where it would look after its raylet, and warm_fork.py does that.
 FIXED = {"RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": str(os.getpid())}
-REFUSED = 76  # exit code of a fork that cannot be what it was asked to be
 PR_SET_PDEATHSIG = 1
 START = dict(os.environ)
+WORKS = sys.platform == "linux"
 ROOM = "WARM_ROOM"  # a variable that leaves room for the environment of a fork
 
 
@@ -119,9 +119,7 @@ def address() -> str:
 
 
 def gone() -> str:
-    place, process = _warm
-    refused = Path(f"{place}.refused")
-    return f"tests/warm.py has ended: {refused.read_text() if refused.exists() else process.wait()}"
+    return f"tests/warm.py has ended: {_warm[1].wait()}"
 
 
 def python(place: str | None = None) -> list[str]:
@@ -202,8 +200,6 @@ def serve(listening: socket.socket) -> tuple | None:
                 selector.unregister(key.fileobj)
                 os.close(key.fileobj)
                 code = os.waitstatus_to_exitcode(os.waitpid(forks.pop(key.data), 0)[1])
-                if code == REFUSED:
-                    return end_all(forks.values())
                 say(key.data, code)
                 if key.data in (one.fileobj for one in selector.get_map().values()):
                     selector.unregister(key.data)
@@ -238,7 +234,7 @@ def hear(connection: socket.socket) -> tuple[tuple | None, list[int]]:
 # In a fork.
 
 
-class Refused(Exception):
+class Differs(Exception):
     """A fork would not be what a started process is."""
 
 
@@ -294,7 +290,7 @@ def without_setup(arguments: list[str], environment: dict[str, str]) -> tuple[li
         name: value for name, value in context.items() if value and (name, value) != ("py_executable", sys.executable)
     }
     if options["--language"] != "PYTHON" or asked:
-        raise Refused(f"Ray's setup_worker.py does more than to set variables: {options}")
+        raise Differs(f"Ray's setup_worker.py does more than to set variables: {options}")
     kept = dict(os.environ)
     os.environ.clear()
     os.environ.update(environment)
@@ -311,7 +307,7 @@ def take(environment: dict[str, str]) -> None:
     changed = {name for name in START | environment if environment.get(name) != START.get(name)} - {ROOM}
     changed -= {name for name in changed if name in environment and environment[name] == imported.get(name)}
     if changed - READ_LATER:
-        raise Refused(f"may the libraries be imported before these are set? {sorted(changed - READ_LATER)}")
+        raise Differs(f"may the libraries be imported before these are set? {sorted(changed - READ_LATER)}")
     os.environ.clear()
     os.environ.update(imported | environment)
     from ray._raylet import Config
@@ -321,7 +317,7 @@ def take(environment: dict[str, str]) -> None:
     first, end = map(int, numbers[47:49])  # env_start, env_end
     block = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
     if len(block) > end - first:
-        raise Refused(f"an environment of {len(block)} bytes is more than there is room for")
+        raise Differs(f"an environment of {len(block)} bytes is more than there is room for")
     ctypes.memset(first, 0, end - first)
     ctypes.memmove(first, block, len(block))
 
@@ -362,11 +358,11 @@ def main() -> None:
     wanted = serve(socket.socket(fileno=int(listening)))
     if wanted is None:
         return
+    arguments, environment, folder = wanted
     try:
-        run = become(*wanted, own)
-    except Refused as reason:
-        Path(f"{place}.refused").write_text(str(reason))
-        os._exit(REFUSED)
+        run = become(arguments, environment, folder, own)
+    except Differs:
+        os.execve(sys.executable, [sys.executable, *arguments], environment)
     run()
 
 

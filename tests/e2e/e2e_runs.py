@@ -180,6 +180,8 @@ class QuickRun(Run):
     """
 
     def start(self, arguments: list[str], folder: Path, environment: dict[str, str]) -> subprocess.Popen | warm.Fork:
+        if not warm.WORKS:
+            return super().start(arguments, folder, environment)
         return warm.Fork(arguments, folder, environment, self.log.open("w"))
 
 
