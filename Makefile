@@ -26,16 +26,14 @@ $(STAMP): pyproject.toml constraints.txt
 
 install: $(STAMP) ## Set up .venv only
 
-# vllm is built without kernels, which takes half a minute and no compiler. An egg-info of an earlier version would hide
-# our plug-ins from it.
-$(VLLM_STAMP): pyproject.toml constraints.txt requirements-vllm-omni.txt
-	$(SUPPORTED)
-	@echo "Installing into $(VLLM) (the same, with vllm and vllm-omni 0.26.0 on the CPU: four minutes or more) ..."
-	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	@rm -rf verl_omni.egg-info
-	@$(VLLM)/bin/python -m pip install --quiet --upgrade pip
-	@$(VLLM)/bin/python -m pip install --quiet torch==2.13.0
-	@PYTHONWARNINGS=ignore $(VLLM)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' \
+# On top of .venv, whose packages it sees. vllm is built without kernels, which takes half a minute and no compiler.
+$(VLLM_STAMP): $(STAMP) requirements-vllm-omni.txt
+	@echo "Installing into $(VLLM) (vllm and vllm-omni 0.26.0 on the CPU, beside what is in $(VENV): a minute or more) ..."
+	@rm -rf $(VLLM)
+	@$(PY) -m venv $(VLLM)
+	@$(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> $$($(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
+	@PYTHONWARNINGS=ignore $(VLLM)/bin/python -m pip install --quiet --constraint constraints.txt \
 		--requirement requirements-vllm-omni.txt
 	@VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.26.0 $(VLLM)/bin/python -m pip install --quiet --no-deps \
 		--no-build-isolation --no-binary vllm vllm==0.26.0 vllm-omni==0.26.0 cache-dit==1.3.0 xgrammar==0.2.8
@@ -47,14 +45,15 @@ quickstart: $(STAMP) ## Train a small text-to-image model to write numbers, and 
 	@$(PY) -m verl_omni.quickstart
 
 # Two at a time, in the order of tests/conftest.py.
-test: $(STAMP) ## Run the tests
-	@$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+test: $(STAMP) $(VLLM_STAMP) ## Run the tests
+	@$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/vllm_omni
+	@$(VLLM)/bin/python -m pytest -q -n 2 --dist loadfile tests/vllm_omni
 
 test-slow: $(STAMP) ## Run the tests that make test leaves out: many whole runs, real compilers
 	@$(PY) -m pytest -q -m slow
 
-test-vllm-omni: $(VLLM_STAMP) ## Run the tests of the rollout engine on vLLM-Omni
-	@$(VLLM)/bin/python -m pytest -q tests/vllm_omni
+test-vllm-omni: $(VLLM_STAMP) ## Run the tests of the rollout engine on vLLM-Omni, slow ones too
+	@$(VLLM)/bin/python -m pytest -q -m 'slow or not slow' tests/vllm_omni
 
 lint: $(STAMP) ## Check the style, and that imports go down only
 	@$(PY) -m ruff check .

@@ -1,7 +1,8 @@
-"""Two steps of training through the command, with samples that servers draw with vLLM-Omni."""
+"""Two steps of training, with samples that vLLM-Omni draws beside it or in servers."""
 
 import pytest
-from e2e_runs import Run, metrics, run_here, settings
+from e2e_runs import Run, metrics, run_here, run_in_a_fork, settings
+from ranks import ready_to_fork
 from test_every_architecture import with_images
 from tiny_models import tiny_checkpoint
 
@@ -43,20 +44,38 @@ def asked(folder, name: str, *more: str) -> list[str]:
     return settings(folder / "run", STEPS, reward, *data, *RUNS[name], *more, model=tiny_checkpoint(name))
 
 
-def test_two_steps_through_servers(name, tmp_path, monkeypatch):
+def compare(mine: dict, theirs: dict, *more: str) -> None:
     """The embedded engine's numbers but for rounding: the second step shows that the first update arrived."""
+    for step in (1, 2):
+        for key in ("critic/rewards/mean", "actor/grad_norm", *more):
+            assert mine[step][key] == pytest.approx(theirs[step][key], rel=1e-2), (step, key)
+        assert mine[step].get("actor/rollout_ratio_max_dev", 0) < 1e-5
+
+
+def test_two_steps_beside_training(name, tmp_path, monkeypatch):
+    """In one process, which vLLM-Omni leaves with all that it has changed there."""
+    run = ready_to_fork().Process(
+        target=run_in_a_fork, args=(asked(tmp_path, name, f"{A}rollout.name=vllm_omni"), tmp_path)
+    )
+    run.start()
+    run.join(500)
+    assert run.exitcode == 0, (tmp_path / "log.txt").read_text()
+    (tmp_path / "embedded").mkdir()
+    run_here(asked(tmp_path / "embedded", name), tmp_path / "embedded", monkeypatch)
+    compare(metrics(tmp_path / "run"), metrics(tmp_path / "embedded/run"))
+
+
+@pytest.mark.slow  # the test above has the engine, and the tests of weights what a server does with them
+def test_two_steps_through_servers(name, tmp_path, monkeypatch):
     count = 2 if name == "StableDiffusion3Pipeline" else 1
     servers = [f"{A}rollout.name=vllm_omni", f"{A}hybrid_engine=false", f"{A}rollout.n_gpus_per_node={count}"]
     Run(asked(tmp_path, name, *servers), tmp_path).succeed()
     (tmp_path / "embedded").mkdir()
     run_here(asked(tmp_path / "embedded", name), tmp_path / "embedded", monkeypatch)
-    mine, theirs = metrics(tmp_path / "run"), metrics(tmp_path / "embedded/run")
-    for step in (1, 2):
-        for key in ("critic/rewards/mean", "actor/grad_norm"):
-            assert mine[step][key] == pytest.approx(theirs[step][key], rel=1e-2), (step, key)
-        assert mine[step].get("actor/rollout_ratio_max_dev", 0) < 1e-5
+    compare(metrics(tmp_path / "run"), metrics(tmp_path / "embedded/run"))
 
 
+@pytest.mark.slow  # the first test has it in one
 def test_two_steps_in_two_training_workers(tmp_path, monkeypatch):
     """Beside training, with a copy of the model in each that each update reaches; validation draws with the same."""
     name, validated = "QwenImagePipeline", ("trainer.test_freq=1", "trainer.val_before_train=true")
@@ -65,7 +84,4 @@ def test_two_steps_in_two_training_workers(tmp_path, monkeypatch):
     (tmp_path / "embedded").mkdir()
     run_here(asked(tmp_path / "embedded", name, *validated), tmp_path / "embedded", monkeypatch)
     mine, theirs = metrics(tmp_path / "run"), metrics(tmp_path / "embedded/run")
-    for step in (1, 2):
-        for key in ("critic/rewards/mean", "actor/grad_norm", *(key for key in theirs[step] if key.startswith("val-"))):
-            assert mine[step][key] == pytest.approx(theirs[step][key], rel=1e-2), (step, key)
-        assert mine[step]["actor/rollout_ratio_max_dev"] < 1e-5
+    compare(mine, theirs, *(key for key in theirs[1] if key.startswith("val-")))
