@@ -31,7 +31,8 @@ $(VLLM_STAMP): $(STAMP) requirements-vllm-omni.txt
 	@echo "Installing into $(VLLM) (vllm and vllm-omni 0.26.0 on the CPU, beside what is in $(VENV): a minute or more) ..."
 	@rm -rf $(VLLM)
 	@$(PY) -m venv $(VLLM)
-	@$(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	@$(PY) -c 'import os, sysconfig; place = os.path.relpath(sysconfig.get_path("purelib"), "$(VLLM)"); \
+		print("import os, site, sys; site.addsitedir(os.path.normpath(os.path.join(sys.prefix, %r)))" % place)' \
 		> $$($(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
 	@PYTHONWARNINGS=ignore $(VLLM)/bin/python -m pip install --quiet --constraint constraints.txt \
 		--requirement requirements-vllm-omni.txt

@@ -83,10 +83,9 @@ def main() -> None:
         print(f"{mode} {servers} ...", file=sys.stderr, flush=True)
         subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=sys.stderr, check=True)
         found[mode, servers] = stages(folder)
-        if (mode, servers) == IN_TURN:
-            work = read_work(folder)
-        elif servers and IN_TURN in found:
-            predicted[mode, servers] = work.predict(mode, 1, servers)
+    if IN_TURN in found:
+        work = read_work(options.out / "separate-1")
+        predicted = {(mode, n): work.predict(mode, 1, n) for mode, n in found if n and (mode, n) != IN_TURN}
     print(table(found, predicted))
 
 

@@ -2,6 +2,9 @@
 
 import asyncio
 import dataclasses
+import errno
+import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import torch
 
 from verl_omni.config import CheckpointEngineConfig
 from verl_omni.workers.rollout.channel import Channel, backend, turns
+from verl_omni.workers.rollout.weights import SentWeights
 
 # More than a bucket.
 WEIGHTS = {
@@ -21,30 +25,76 @@ WEIGHTS = {
 CONFIG = CheckpointEngineConfig("ipc", update_weights_bucket_megabytes=1)
 
 
-def test_every_server_gets_what_the_rank_beside_it_sends_and_again():
-    train, draw = [Channel(CONFIG, is_master=i == 0) for i in range(3)], [Channel(CONFIG) for _ in range(2)]
+def meet(train: list[Channel], draw: list[Channel]) -> None:
     met = [end.engine.prepare() for end in (*train, *draw)]
-    for side, ends in zip(backend(CONFIG).build_topology(3, 2, met), (train, draw), strict=True):
+    for side, ends in zip(backend(CONFIG).build_topology(len(train), len(draw), met), (train, draw), strict=True):
         for end, arguments in zip(ends, turns(side), strict=True):
             end.engine.init_process_group(**arguments)
+
+
+def update(train: list[Channel], draw: list[Channel], version: int) -> list[SentWeights]:
+    """Rank r sends weights that are greater by r and by 10 for each version."""
+    meet(train, draw)
+    name = ("current", version)
+    with ThreadPoolExecutor(5) as threads:
+        receiving = [threads.submit(asyncio.run, end.receive(name)) for end in draw]
+        sending = []
+        for rank, end in enumerate(train):
+            weights = [(key, tensor + rank + 10 * version) for key, tensor in WEIGHTS.items()]
+            sending.append(threads.submit(asyncio.run, end.send(weights, name)))
+        [one.result(60) for one in receiving]
+        sent = [one.result(60) for one in sending]
+    for end in (*train, *draw):
+        end.engine.finalize()
+    return sent
+
+
+def test_every_server_gets_what_the_rank_beside_it_sends_and_again():
+    train, draw = [Channel(CONFIG, is_master=i == 0) for i in range(3)], [Channel(CONFIG) for _ in range(2)]
     for version in (0, 1):
-        name = ("current", version)
-        with ThreadPoolExecutor(5) as threads:
-            receiving = [threads.submit(asyncio.run, end.receive(name)) for end in draw]
-            sending = []
-            for rank, end in enumerate(train):
-                weights = [(key, tensor + rank + 10 * version) for key, tensor in WEIGHTS.items()]
-                sending.append(threads.submit(asyncio.run, end.send(weights, name)))
-            [one.result(60) for one in receiving]
-            sent = [one.result(60) for one in sending]
-        for end in (*train, *draw):
-            end.engine.finalize()
+        sent = update(train, draw, version)
         for rank, end in enumerate(draw):
             arrived = dict(end.take(sent[rank]))
             assert arrived.keys() == WEIGHTS.keys()
             for key, tensor in WEIGHTS.items():
                 expected = tensor + rank + 10 * version
                 assert arrived[key].dtype == expected.dtype and torch.equal(arrived[key], expected)
+
+
+def broken() -> Iterator[tuple[str, torch.Tensor]]:
+    yield from WEIGHTS.items()
+    raise RuntimeError("out of memory")
+
+
+def test_after_an_update_that_failed_the_next_one_arrives():
+    """The sender fails before the server has come, and in the middle."""
+    train, draw = [Channel(CONFIG)], [Channel(CONFIG)]
+    meet(train, draw)
+    with pytest.raises(RuntimeError, match="out of memory"), ThreadPoolExecutor(1) as threads:
+        receiving = threads.submit(asyncio.run, draw[0].receive(("current", 0)))
+        try:
+            asyncio.run(train[0].send(broken(), ("current", 0)))
+        finally:
+            train[0].engine.finalize()
+            with pytest.raises((EOFError, ConnectionError)):
+                receiving.result(60)
+    assert list(draw[0].take(update(train, draw, 1)[0]))[0][1][0] == 10
+
+
+def test_a_bucket_that_has_no_room_is_said(monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    train, draw = [Channel(CONFIG)], [Channel(CONFIG)]
+    meet(train, draw)
+    with ThreadPoolExecutor(1) as threads:
+        receiving = threads.submit(asyncio.run, draw[0].receive(("current", 0)))
+        with pytest.raises(OSError, match="no room for 1 MiB in .*: lower .*update_weights_bucket_megabytes"):
+            asyncio.run(train[0].send(WEIGHTS.items(), ("current", 0)))
+        train[0].engine.finalize()
+        with pytest.raises((EOFError, ConnectionError)):
+            receiving.result(60)
 
 
 def test_a_server_elsewhere_or_without_a_rank_is_refused():
@@ -56,9 +106,9 @@ def test_a_server_elsewhere_or_without_a_rank_is_refused():
         backend(CONFIG).build_topology(1, 2, [here] * 3)
 
 
-def test_nobody_else_may_enter_where_they_meet():
+def test_nobody_else_may_enter_where_they_meet_and_nothing_stays():
     channel = Channel(CONFIG)
     folder = Path(channel.engine.prepare().address).parent
     assert folder.stat().st_mode & 0o777 == 0o700
-    del channel
+    channel.engine.finalize()
     assert not folder.exists()

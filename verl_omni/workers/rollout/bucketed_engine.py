@@ -2,7 +2,7 @@
 
 import json
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable
 
 import torch
 from verl.checkpoint_engine.base import CheckpointEngine, TensorMeta, merge_weight_chunks, split_weight_chunks
@@ -26,8 +26,11 @@ class BucketedEngine(CheckpointEngine):
         """The line, and the bytes of all chunks, one after the other."""
 
     @abstractmethod
-    def buckets(self) -> Iterator[tuple[bytes, torch.Tensor]]:
-        """(line, bytes) of each that arrives, without end: who has read the last asks for no more."""
+    def receive_bucket(self) -> tuple[bytes, torch.Tensor]:
+        """(line, bytes) of the next that arrives."""
+
+    def bucket_read(self) -> None:
+        """All of the bucket that was received last has been copied."""
 
     async def send_weights(self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None) -> None:
         if not self.sends:
@@ -57,11 +60,13 @@ class BucketedEngine(CheckpointEngine):
         self.send_bucket(json.dumps({"last": last, "chunks": lines}).encode(), [chunk for _, chunk in bucket])
 
     async def _chunks(self) -> AsyncIterator[Chunk]:
-        for line, body in self.buckets():
+        last = False
+        while not last:
+            line, body = self.receive_bucket()
             told, begin = json.loads(line), 0
             for name, shape, dtype, offset, size in told["chunks"]:
                 meta = TensorMeta(name, torch.Size(shape), getattr(torch, dtype), offset, size, begin)
                 yield meta, body[begin : begin + size].cpu().clone()  # in a bucket it may lie at any byte
                 begin += size
-            if told["last"]:
-                return
+            last = told["last"]
+            self.bucket_read()

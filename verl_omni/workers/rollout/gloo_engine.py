@@ -1,7 +1,6 @@
 """verl's checkpoint engine on gloo: from the first training rank to all rollout servers at once, through CPU memory."""
 
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import ray
@@ -69,11 +68,10 @@ class GlooCheckpointEngine(BucketedEngine):
         self._broadcast(header)
         self._broadcast(body)
 
-    def buckets(self) -> Iterator[tuple[bytes, torch.Tensor]]:
-        while True:
-            lengths = self._broadcast(torch.empty(2, dtype=torch.int64)).tolist()
-            header, body = (self._broadcast(torch.empty(length, dtype=torch.uint8)) for length in lengths)
-            yield header.numpy().tobytes(), body
+    def receive_bucket(self) -> tuple[bytes, torch.Tensor]:
+        lengths = self._broadcast(torch.empty(2, dtype=torch.int64)).tolist()
+        header, body = (self._broadcast(torch.empty(length, dtype=torch.uint8)) for length in lengths)
+        return header.numpy().tobytes(), body
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.numel():

@@ -8,10 +8,8 @@ import os
 import shutil
 import socket
 import tempfile
-import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -21,13 +19,14 @@ from verl.checkpoint_engine.base import CheckpointEngineRegistry
 from verl_omni.workers.rollout.bucketed_engine import BucketedEngine
 
 DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor: which number the device has
-READ = b"read"
+DONE = b"done"
+PATIENCE = 300  # seconds until the other side has come
 IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process is, and where others find it."""
+    """Where a process is, and where it can be found during this update."""
 
     address: str
     machine: str
@@ -36,26 +35,25 @@ class Place:
 
 @CheckpointEngineRegistry.register("ipc")
 class IpcCheckpointEngine(BucketedEngine):
-    """The bucket that both see is there during an update only."""
+    """Everything is opened for one update, from `prepare` to `finalize`: what has failed leaves nothing to the next."""
 
     def __init__(self, bucket_size: int, is_master: bool = False):
         super().__init__(bucket_size, is_master)
-        self.address: str | None = None
-        self._listener: Listener | None = None
-        self._sending: tuple[Connection, torch.Tensor] | None = None
         self._open = contextlib.ExitStack()
+        self._address: str | None = None
+        self._listening: socket.socket | None = None
+        self._peer: tuple[Connection, torch.Tensor] | None = None  # and the bucket that both see
 
     def prepare(self) -> Place:
-        if self._listener is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="verl-omni-", dir=IN_MEMORY))  # that nobody else may enter
-            self._listener = Listener(str(self._folder / "weights"), "AF_UNIX")
-            weakref.finalize(self, leave, self._listener, self._folder)
-        return Place(self._listener.address, socket.gethostname(), device_name())
+        self.finalize()
+        folder = tempfile.mkdtemp(prefix="verl-omni-", dir=IN_MEMORY)  # that nobody else may enter
+        self._open.callback(shutil.rmtree, folder, ignore_errors=True)
+        return Place(os.path.join(folder, "weights"), socket.gethostname(), device_name())
 
     @classmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Place]
-    ) -> tuple[dict[str, list[str | None]], dict[str, list[str]]]:
+    ) -> tuple[dict[str, list], dict[str, list]]:
         """Server i listens to rank i."""
         ranks, servers = metadata[:actor_wg_world_size], metadata[actor_wg_world_size:]
         if len(servers) > len(ranks):
@@ -67,25 +65,30 @@ class IpcCheckpointEngine(BucketedEngine):
                     f"{i} on {rank.device} of {rank.machine}, and they have to share one: choose gloo or nccl"
                 )
         draw = [rank.address for rank in ranks[: len(servers)]]
-        return {"address": [*draw, *[None] * (len(ranks) - len(draw))]}, {"address": draw}
+        train = [*draw, *[None] * (len(ranks) - len(draw))]
+        return {"address": train, "sends": [True] * len(train)}, {"address": draw, "sends": [False] * len(draw)}
 
-    def init_process_group(self, address: str | None) -> None:
-        self.address = address
+    def init_process_group(self, address: str | None, sends: bool) -> None:
+        self._address = address
+        if sends and address is not None:
+            self._listening = self._open.enter_context(socket.socket(socket.AF_UNIX))
+            self._listening.bind(address)
+            self._listening.listen(1)
+            self._listening.settimeout(PATIENCE)
 
     def finalize(self) -> None:
-        """The bucket goes once the other side has let go of it."""
-        self._sending = None
+        self._address = self._listening = self._peer = None
         self._open.close()
 
     @property
     def sends(self) -> bool:
-        return self.address is not None
+        return self._listening is not None
 
     def send_bucket(self, line: bytes, chunks: list[torch.Tensor]) -> None:
-        if self._sending is None:
-            connection = self._open.enter_context(self._listener.accept())
-            self._sending = connection, self._offer(connection)
-        (connection, bucket), begin = self._sending, 0
+        if self._peer is None:
+            connection = self._connection(self._listening.accept()[0])
+            self._peer = connection, self._offer(connection)
+        (connection, bucket), begin = self._peer, 0
         for chunk in chunks:
             bucket[begin : begin + len(chunk)].copy_(chunk)
             begin += len(chunk)
@@ -95,40 +98,56 @@ class IpcCheckpointEngine(BucketedEngine):
         connection.recv_bytes()
 
     def _offer(self, connection: Connection) -> torch.Tensor:
-        """A bucket, and to the other side the way to it."""
-        if on_cpu():
-            path = self._folder / "bucket"
-            bucket = torch.from_file(str(path), shared=True, size=self.bucket_size, dtype=torch.uint8)
-            self._open.callback(path.unlink)
-            connection.send(str(path))
+        """A bucket, once the other side has opened it too."""
+        if not on_cpu():
+            bucket = torch.empty(self.bucket_size, dtype=torch.uint8, device="cuda")
+            connection.send(reduce_tensor(bucket)[1])
+            connection.recv_bytes()
             return bucket
-        bucket = torch.empty(self.bucket_size, dtype=torch.uint8, device="cuda")
-        connection.send(reduce_tensor(bucket)[1])
+        path = Path(self._address).with_name("bucket")
+        with path.open("wb") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, self.bucket_size)  # else the first write beyond would be a SIGBUS
+            except OSError as error:
+                size = f"{self.bucket_size >> 20} MiB in {path.parent} ({error.strerror})"
+                raise OSError(
+                    f"weights by ipc: no room for {size}: lower "
+                    "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
+                ) from error
+        bucket = mapped(str(path))
+        connection.send(str(path))
+        connection.recv_bytes()
+        path.unlink()
         return bucket
 
-    def buckets(self) -> Iterator[tuple[bytes, torch.Tensor]]:
-        with Client(self.address, "AF_UNIX") as connection:
-            bucket = opened(connection.recv())
-            try:
-                while True:
-                    yield connection.recv_bytes(), bucket
-                    connection.send_bytes(READ)
-            finally:  # of the last one, after which nobody asks for more
-                del bucket
-                connection.send_bytes(READ)
+    def receive_bucket(self) -> tuple[bytes, torch.Tensor]:
+        if self._peer is None:
+            calling = socket.socket(socket.AF_UNIX)
+            calling.connect(self._address)
+            connection = self._connection(calling)
+            self._peer = connection, opened(connection.recv())
+            connection.send_bytes(DONE)
+        connection, bucket = self._peer
+        return connection.recv_bytes(), bucket
+
+    def bucket_read(self) -> None:
+        self._peer[0].send_bytes(DONE)
+
+    def _connection(self, own: socket.socket) -> Connection:
+        own.setblocking(True)
+        return self._open.enter_context(Connection(own.detach()))
 
 
 def opened(told: str | tuple) -> torch.Tensor:
     if isinstance(told, str):
-        return torch.from_file(told, shared=True, size=os.path.getsize(told), dtype=torch.uint8)
+        return mapped(told)
     arguments = list(told)
     arguments[DEVICE_ARGUMENT] = torch.cuda.current_device()
     return rebuild_cuda_tensor(*arguments)
 
 
-def leave(listener: Listener, folder: Path) -> None:
-    listener.close()
-    shutil.rmtree(folder, ignore_errors=True)
+def mapped(path: str) -> torch.Tensor:
+    return torch.from_file(path, shared=True, size=os.path.getsize(path), dtype=torch.uint8)
 
 
 def on_cpu() -> bool:

@@ -7,6 +7,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 from verl.plugin.platform import get_platform
 from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
+from verl.single_controller.ray.base import sort_placement_group_by_node_ip
 from verl.utils.device import get_device_name, get_resource_name
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry
 
@@ -48,7 +49,7 @@ class vLLMOmniReplica(RolloutReplica):
         (worker,) = self.workers = worker_group.workers[self.replica_rank : self.replica_rank + 1]
         node, device = await worker.__ray_call__.remote(node_and_device)
         seen = {} if device is None else {get_platform().visible_devices_envvar(): device}
-        # Ray, of which the server asks for no device, would take all from it.
+        # The server asks Ray for no device, so Ray has none to tell it.
         told = dict.fromkeys(get_platform().ray_noset_envvars(), "1")
         await self._launch(
             device or "",
@@ -64,11 +65,13 @@ class vLLMOmniReplica(RolloutReplica):
     async def init_colocated(self, resource_pool: RayResourcePool) -> None:
         """On a device of the pool, beside whoever else is there."""
         self.rollout_mode, self.resource_pool = RolloutMode.COLOCATED, resource_pool
-        groups = resource_pool.get_placement_groups(device_name=get_device_name())
-        group, index = [(g, i) for g in groups for i in range(g.bundle_count)][self.replica_rank]
+        # verl hands them out in any order the first time, and sorted later
+        groups = sort_placement_group_by_node_ip(resource_pool.get_placement_groups(device_name=get_device_name()))
+        first = getattr(resource_pool, "start_bundle_index", 0)  # of a part of a pool
+        group, index = [(g, i) for g in groups for i in range(g.bundle_count)][first + self.replica_rank]
         await self._launch(
             num_cpus=1,
-            num_gpus=0 if get_device_name() == "cpu" else 1 / resource_pool.max_colocate_count,
+            num_gpus=1 / resource_pool.max_colocate_count if resource_pool.use_gpu else 0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
         )
 
