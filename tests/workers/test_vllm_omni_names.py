@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from tiny_models import tiny_checkpoint
@@ -37,22 +38,11 @@ def test_they_are_what_verl_looks_for():
     ]  # fmt: skip
 
 
-def replica() -> vLLMOmniReplica:
-    return vLLMOmniReplica(0, DiffusionRolloutConfig(), DiffusionModelConfig(path=str(tiny_checkpoint())))
-
-
-@pytest.mark.parametrize(
-    ("call", "mode"),
-    [
-        (lambda: replica().init_hybrid(None), "hybrid"),
-        (lambda: replica().init_hybrid_colocated(None, None), "hybrid"),
-        (lambda: replica().init_colocated(None), "colocated"),
-    ],
-)
-def test_a_mode_that_it_does_not_have_is_one_line(call, mode):
-    with pytest.raises(NotImplementedError, match=f"^rollout mode {mode}: .* device of its own") as caught:
-        asyncio.run(call())
-    assert "\n" not in str(caught.value)
+def test_a_replica_without_a_training_process_is_one_line():
+    replica = vLLMOmniReplica(1, DiffusionRolloutConfig(), DiffusionModelConfig(path=str(tiny_checkpoint())))
+    one = SimpleNamespace(workers=["a worker"])
+    with pytest.raises(ValueError, match="^replica 1 has no training process of its own: there are 1,"):
+        asyncio.run(replica.init_hybrid(one))
 
 
 def server(**over) -> vLLMOmniHttpServer:

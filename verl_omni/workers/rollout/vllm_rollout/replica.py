@@ -46,7 +46,8 @@ class vLLMOmniReplica(RolloutReplica):
     async def init_hybrid(self, worker_group: RayWorkerGroup) -> None:
         """On the device of a training process, in a process of its own."""
         self.rollout_mode = RolloutMode.HYBRID
-        (worker,) = self.workers = worker_group.workers[self.replica_rank : self.replica_rank + 1]
+        worker = self._own(worker_group.workers, "training process")
+        self.workers = [worker]
         node, device = await worker.__ray_call__.remote(node_and_device)
         seen = {} if device is None else {get_platform().visible_devices_envvar(): device}
         # The server asks Ray for no device, so Ray has none to tell it.
@@ -68,12 +69,20 @@ class vLLMOmniReplica(RolloutReplica):
         # verl hands them out in any order the first time, and sorted later
         groups = sort_placement_group_by_node_ip(resource_pool.get_placement_groups(device_name=get_device_name()))
         first = getattr(resource_pool, "start_bundle_index", 0)  # of a part of a pool
-        group, index = [(g, i) for g in groups for i in range(g.bundle_count)][first + self.replica_rank]
+        bundles = [(group, i) for group in groups for i in range(group.bundle_count)][first:]
+        group, index = self._own(bundles[: resource_pool.world_size], "bundle")
         await self._launch(
             num_cpus=1,
             num_gpus=1 / resource_pool.max_colocate_count if resource_pool.use_gpu else 0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
         )
+
+    def _own(self, places: list[Any], kind: str) -> Any:
+        if self.replica_rank >= len(places):
+            raise ValueError(
+                f"replica {self.replica_rank} has no {kind} of its own: there are {len(places)}, and they count from 0"
+            )
+        return places[self.replica_rank]
 
     async def init_standalone(self) -> None:
         """verl starts workers that hold the devices of a server; this server holds its own."""
