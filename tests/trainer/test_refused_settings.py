@@ -175,6 +175,8 @@ def test_weights_of_rewards_are_numbers():
         ([f"{ENGINE}.backend=gloo"], "backend=gloo has no effect with actor_rollout_ref.hybrid_engine=true"),
         ([*OFF, f"{ENGINE}.update_weights_bucket_megabytes=9"], f"set {ENGINE}.backend too"),
         ([*OFF, f"{ENGINE}.backend=nccl", "trainer.device=cpu"], "backend=nccl needs GPUs: choose gloo"),
+        ([*OFF, f"{ENGINE}.backend=ipc", "trainer.device=cuda"], "have GPUs of their own: choose gloo or nccl"),
+        ([*OFF, f"{ENGINE}.backend=ipc", f"{ROLLOUT}.n_gpus_per_node=2"], "of 2 rollout servers 1 have a training"),
         ([*OFF, f"{ENGINE}.backend=glo"], "Checkpoint engine glo not registered, registered backends: ['gloo'"),
         ([*OFF, f"{ENGINE}.backend=gloo", f"{ROLLOUT}.server_restarts=1"], "has no effect with"),
         ([*OFF, f"{ENGINE}.backend=naive"], "backend=naive brings no whole weights to servers: choose gloo"),

@@ -23,10 +23,13 @@ def check_checkpoint_engine(settings: DiffusionTrainerConfig) -> None:
     shown = f"{ARR}.rollout.checkpoint_engine.backend={name}"
     if name not in ("gloo", "ipc") and settings.trainer.device == "cpu":
         raise ValueError(f"{shown} needs GPUs: choose gloo, or leave it out")
-    if name == "ipc" and settings.trainer.device != "cpu":
+    if name == "ipc" and settings.trainer.device == "cuda":
         raise ValueError(
             f"{shown} is for processes on one GPU, and the servers of a run have GPUs of their own: choose gloo or nccl"
         )
+    servers = (rollout.n_gpus_per_node or 1) * (rollout.nnodes or 1)
+    if name == "ipc" and servers > (ranks := settings.trainer.n_gpus_per_node * settings.trainer.nnodes):
+        raise ValueError(f"{shown}: of {servers} rollout servers {ranks} have a training process each: choose gloo")
     if rollout.server_restarts != DiffusionRolloutConfig().server_restarts:
         raise ValueError(
             f"{ARR}.rollout.server_restarts={rollout.server_restarts} has no effect with {shown}: a server that is "
