@@ -41,6 +41,7 @@ LONGEST = [
     "pipelines/test_two_ranks.py",
     "rewards/test_pool.py",
     "e2e/test_interrupts.py",
+    "workers/test_vllm_omni_names.py",
 ]
 
 
@@ -66,7 +67,7 @@ def pytest_runtest_setup():
 def pytest_configure(config):
     """The tests compute on the CPU, whatever the machine has: their tolerances are those of float32 there."""
     if config.option.markexpr != "gpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "VERL_PLATFORM": "cpu"}
 
 
 @pytest.fixture(scope="session", autouse=True)

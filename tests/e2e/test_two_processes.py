@@ -1,5 +1,6 @@
 """Two processes learn what one does, on a Ray of their own that is closed to others; one validates what they saved."""
 
+import os
 import subprocess
 import sys
 
@@ -16,12 +17,17 @@ COMPARED = {VAL, "critic/rewards/mean", "critic/advantages/max", "actor/grad_nor
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """(folder, sockets, a stranger is refused, exit code, output) of two ranks without a HOME or the Ray they are told
-    of. The run is held in its first rewards, when every process of it is up, until it has been looked at."""
+    of, on a machine with a GPU that is hidden from them. The run is held in its first rewards, when every process of it
+    is up, until it has been looked at."""
     folder = user_folder(tmp_path_factory.mktemp("two"))
+    (folder / "bin").mkdir()
+    (folder / "bin/nvidia-smi").write_text("#!/bin/sh\n")
+    (folder / "bin/nvidia-smi").chmod(0o755)
     (folder / "hold").write_text(str(SCORES_OF_VALIDATION + 1))
     run = Run(
         settings("run", *LEARNING, "trainer.n_gpus_per_node=2"),
         folder, RAY_ADDRESS="127.0.0.1:9", HOME="/proc/no/home",
+        PATH=f"{folder / 'bin'}:{os.environ['PATH']}", CUDA_VISIBLE_DEVICES="", VERL_PLATFORM=None,
     )  # fmt: skip
     run.wait_for(folder / "held")
     processes = psutil.Process(run.process.pid).children(recursive=True)
@@ -51,7 +57,7 @@ def test_a_stranger_is_refused(two):
     assert refused
 
 
-def test_neither_home_nor_another_ray_is_needed(two):
+def test_neither_home_nor_another_ray_is_needed_and_a_hidden_gpu_stays_hidden(two):
     *_, code, output = two
     assert code == 0, output[-5000:]
 

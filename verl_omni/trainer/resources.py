@@ -178,6 +178,8 @@ def ray_arguments(config: DictConfig) -> dict[str, Any]:
         "PYTHONPATH": os.pathsep.join(python_path()),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
+    if config.trainer.device == "cpu":
+        environment["VERL_PLATFORM"] = "cpu"
     arguments = {"runtime_env": {"env_vars": environment}, "logging_level": "ERROR"}
     if config.ray.address is not None:
         return arguments

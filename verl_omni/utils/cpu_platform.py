@@ -1,10 +1,11 @@
 """A CPU platform for verl, so that everything runs without an accelerator.
 
 verl loads this module through the entry point group `verl.plugins`. It registers last and so is chosen only where verl
-finds no accelerator.
+finds no accelerator, or where a run says so.
 """
 
 import contextlib
+import os
 import types
 from typing import Any
 
@@ -101,6 +102,12 @@ class PlatformCPU(PlatformBase):
 
     def cudart(self) -> Any:
         return None
+
+
+def use() -> None:
+    """From now on, here and in processes that this one starts. verl asks nvidia-smi, which sees hidden GPUs too."""
+    os.environ["VERL_PLATFORM"] = "cpu"
+    platform_manager._current_platform = PlatformCPU()
 
 
 # Something may have asked for the platform before this module was loaded, and been given a GPU that is not there.
