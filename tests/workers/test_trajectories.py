@@ -37,6 +37,12 @@ def batch_of(*outputs: RolloutOutput) -> DataProto:
     )
 
 
+def test_what_is_printed_of_an_answer_has_no_tensors():
+    """Wherever asyncio or Ray put it into a line, nobody would wait for all the numbers of a trajectory."""
+    shown = repr(RolloutOutput(torch.zeros(3, 4, 4), {"a": torch.zeros(2)}, {"b": torch.zeros(2)}, version=6))
+    assert shown == "RolloutOutput(modality='image', version=6, reference=None)"
+
+
 def test_the_driver_sees_a_few_numbers_and_a_reference():
     answer = TrajectoryStore().keep("e0/1", drawn(1.0))
     assert set(answer.trajectory) == {"all_timesteps", "rollout_log_probs"} and not answer.conditions

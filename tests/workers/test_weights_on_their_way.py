@@ -58,4 +58,5 @@ def test_what_is_lost_or_changed_on_the_way_is_noticed(store, harm):
 def test_a_checksum_counts_every_byte():
     assert checksum("", torch.tensor([1, 2, 3], dtype=torch.uint8)) == 6
     assert checksum("", torch.tensor([5, 7], dtype=torch.int64)) == 12
+    assert checksum("", torch.arange(20, dtype=torch.uint8)[3:]) == checksum("", torch.arange(3, 20, dtype=torch.uint8))
     assert checksum("", torch.tensor([1, 0, 0, 0, 0, 0, 0, 0, 9], dtype=torch.uint8)) == 10

@@ -18,12 +18,13 @@ class RolloutOutput:
 
     `response` is what was made: an image (uint8, C x H x W), a video (F x C x H x W), a waveform or a text, as
     `modality` says. `trajectory` and `conditions` are what training needs of it, or `reference` says where that lies.
-    `version` is that of the weights that made it.
+    `version` is that of the weights that made it. Tensors are left out of what is printed: `asyncio.run` prints its
+    result, unseen, each time it ends.
     """
 
-    response: torch.Tensor | str
-    trajectory: dict[str, torch.Tensor] = field(default_factory=dict)
-    conditions: dict[str, torch.Tensor] = field(default_factory=dict)
+    response: torch.Tensor | str = field(repr=False)
+    trajectory: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
+    conditions: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
     modality: str = "image"
     version: int = 0
     reference: Any = None

@@ -11,7 +11,8 @@ Chunk = tuple[TensorMeta, torch.Tensor]
 
 
 class BucketedEngine(CheckpointEngine):
-    """Buckets of up to `bucket_size` bytes. A tensor may be spread over several."""
+    """Buckets of up to `bucket_size` bytes. A tensor may be spread over several. What arrives is in CPU memory, and the
+    receiver's own; other engines may use theirs again for the next bucket."""
 
     def __init__(self, bucket_size: int, is_master: bool = False):
         self.bucket_size, self.is_master = bucket_size, is_master
@@ -66,7 +67,7 @@ class BucketedEngine(CheckpointEngine):
             told, begin = json.loads(line), 0
             for name, shape, dtype, offset, size in told["chunks"]:
                 meta = TensorMeta(name, torch.Size(shape), getattr(torch, dtype), offset, size, begin)
-                yield meta, body[begin : begin + size].cpu().clone()  # in a bucket it may lie at any byte
+                yield meta, body[begin : begin + size].to("cpu", copy=True)  # in a bucket it may lie at any byte
                 begin += size
             last = told["last"]
             self.bucket_read()

@@ -9,6 +9,7 @@ from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 import verl_omni.workers.rollout.gloo_engine  # noqa: F401  (registers "gloo")
 import verl_omni.workers.rollout.ipc_engine  # noqa: F401  (registers "ipc")
 from verl_omni.config import CheckpointEngineConfig
+from verl_omni.workers.rollout.bucketed_engine import BucketedEngine
 from verl_omni.workers.rollout.weights import Name, SentWeights, Sum
 
 
@@ -29,7 +30,9 @@ class Channel:
     async def receive(self, name: Name) -> None:
         """Into CPU memory, where the weights stay until they are taken. Those of the update before stay too: a server
         may be about to take them."""
-        weights = [(key, one.cpu().clone()) async for key, one in self.engine.receive_weights(global_steps=name[1])]
+        own = isinstance(self.engine, BucketedEngine)
+        coming = self.engine.receive_weights(global_steps=name[1])
+        weights = [(key, one if own else one.to("cpu", copy=True)) async for key, one in coming]
         self._received = dict([*self._received.items()][-1:]) | {name: weights}
 
     def take(self, sent: SentWeights) -> Iterator[tuple[str, torch.Tensor]]:

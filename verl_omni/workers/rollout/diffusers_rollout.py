@@ -124,7 +124,7 @@ def load_trained(module: torch.nn.Module, weights: Iterable[tuple[str, torch.Ten
     for name, tensor in weights:
         if name not in trained:
             raise KeyError(f"weights for {name}, which is no trained parameter of the rollout's model")
-        trained[name].copy_(tensor)
+        trained[name].copy_(tensor.to(trained[name].device))  # first, for a GPU rounds faster than a CPU
         missing.pop(name, None)
     if missing:
         raise KeyError(f"{len(missing)} of {len(trained)} weights did not arrive, such as {next(iter(missing))}")

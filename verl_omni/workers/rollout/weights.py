@@ -67,7 +67,7 @@ class Sum:
 
     def over(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
-            self.count, self._total = self.count + 1, self._total + checksum(name, tensor.detach().cpu())
+            self.count, self._total = self.count + 1, self._total + checksum(name, tensor.detach())
             yield name, tensor
 
     def check(self, count: int, wanted: int) -> None:
@@ -78,7 +78,9 @@ class Sum:
 
 
 def checksum(name: str, tensor: torch.Tensor) -> int:
-    """Of a tensor in CPU memory, as fast as it can be read."""
+    """Where the tensor is, as fast as it can be read there."""
     raw = tensor.contiguous().reshape(-1).view(torch.uint8)
+    if raw.storage_offset() % 8:  # part of another one, where no word begins
+        raw = raw.clone()
     words = raw[: len(raw) // 8 * 8].view(torch.int64)
     return zlib.crc32(name.encode()) + int(words.sum()) + int(raw[len(words) * 8 :].sum())
