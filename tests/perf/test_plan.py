@@ -9,7 +9,7 @@ import pytest
 from verl_omni.perf.plan import Work, read_work, table
 
 
-def write_run(folder, mode="colocated", training=1, rollout=None, drawing=6.0, learning=2.0, steps=5):
+def write_run(folder, mode="colocated", training=1, rollout=None, drawing=6.0, learning=2.0, steps=5, handover=0.0):
     """A run whose stages took so long; its first steps took far longer."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -21,6 +21,7 @@ def write_run(folder, mode="colocated", training=1, rollout=None, drawing=6.0, l
     for step in range(1, steps + 1):
         slow = 50.0 if step <= 2 else 0.0
         wait = max(0.0, drawing - learning) if mode in ("one_step_off", "fully_async") else drawing
+        wait += handover
         data = {"timing_s/step": learning + wait + slow, "timing_s/gen": wait, "timing_s/gen_images": drawing}
         lines.append(json.dumps({"step": step, "data": data}))
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -51,6 +52,29 @@ def test_rewards_that_training_waits_for_cost_nothing_where_it_does_not_wait():
     """Of 4 s that a step learns, 1 s is waiting for rewards."""
     work = Work(drawing=2, learning=8, mode="separate", training=2, rollout=1, step=6, scoring=2)
     assert [work.predict(mode, 2, 1) for mode in ("separate", "one_step_off", "fully_async")] == [6, 4, 3]
+
+
+@pytest.mark.parametrize("mode", ["separate", "one_step_off", "fully_async"])
+def test_weights_and_samples_take_their_time_whatever_the_number_of_devices(tmp_path, mode):
+    """Half a second of a step, measured where one side waits for the other: drawing takes 6 s, learning 2 s."""
+    work = read_work(write_run(tmp_path / "run", mode, 1, 1, handover=0.5))
+    assert (work.drawing, work.learning, work.handover) == (6, 2, 0.5)
+    assert work.predict("separate", 1, 3) == 4.5 and work.predict("one_step_off", 1, 3) == 2.5
+    assert work.predict("fully_async", 1, 3) == 2.5 and work.predict("fully_async", 1, 6) == 2
+    assert work.predict("colocated", 4, 0) == 2
+
+
+# Medians of runs with one training process and one or two servers, each process on a core of its own (docs/async.md).
+MEASURED = {
+    ("separate", 1): 3.62, ("one_step_off", 1): 2.01, ("fully_async", 1): 2.03,
+    ("separate", 2): 3.09, ("one_step_off", 2): 2.17, ("fully_async", 2): 1.90,
+}  # fmt: skip
+
+
+def test_measured_runs_are_predicted_within_fifteen_percent():
+    measured = Work(drawing=1.74, learning=1.72, mode="separate", training=1, rollout=1, step=3.62, handover=0.16)
+    for (mode, servers), step in MEASURED.items():
+        assert measured.predict(mode, 1, servers) == pytest.approx(step, rel=0.15), (mode, servers)
 
 
 def test_the_best_split_is_marked():

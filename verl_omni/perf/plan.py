@@ -1,7 +1,7 @@
 """How many devices for what: from the stage times of one run to the step time of others.
 
-Work is seconds times devices, as a run has measured it. Drawing and learning are taken to scale with their devices, and
-pushing weights to cost nothing, so that a prediction is a bound that measured runs come close to or stay above.
+Work is seconds times devices, as a run has measured it. Drawing and learning are taken to scale with their devices;
+what weights and samples take from one side to the other, as a run with rollout servers has measured it, is not.
 """
 
 import json
@@ -18,7 +18,8 @@ WARM_UP = 2  # steps that are not like the others
 class Work:
     """Of one training step: device-seconds of drawing (until the last image) and of learning (all that is not that).
 
-    `scoring` is the part of learning in which the training devices wait for rewards.
+    `scoring` is the part of learning in which the training devices wait for rewards, `handover` the seconds in which
+    servers neither draw nor have anything to draw with, while training waits for them.
     """
 
     drawing: float
@@ -28,15 +29,16 @@ class Work:
     rollout: int
     step: float  # measured seconds
     scoring: float = 0.0
+    handover: float = 0.0
 
     def predict(self, mode: str, training: int, rollout: int) -> float:
         """Seconds of a step."""
         if mode == "colocated":  # all devices do both, in turn
             return (self.drawing + self.learning) / (training + rollout)
         draw, learn = self.drawing / rollout, self.learning / training
-        if mode == "fully_async":  # rewards come in while other groups are learned from
-            return max(draw, learn - self.scoring / training)
-        return max(draw, learn) if mode == "one_step_off" else draw + learn
+        if mode == "fully_async":  # rewards come in, and servers take weights, while other groups are learned from
+            return max(draw + self.handover, learn - self.scoring / training)
+        return (max(draw, learn) if mode == "one_step_off" else draw + learn) + self.handover
 
     def splits(self, devices: int) -> Iterator[tuple[str, int, int, float]]:
         """(mode, training devices, rollout devices, seconds) of every way to use so many."""
@@ -68,7 +70,16 @@ def read_work(run_dir: str | Path) -> Work:
     drawing = statistics.median(row["timing_s/gen_images"] for row in rows)
     scoring = statistics.median(row.get("timing_s/reward", 0.0) for row in rows)
     step = statistics.median(row["timing_s/step"] for row in rows)
-    return Work(drawing * (servers or training), learning * training, mode, training, servers, step, scoring * training)
+    handover = {
+        "colocated": 0.0,
+        "separate": step - learning - drawing,
+        "one_step_off": step - max(drawing, learning),
+        "fully_async": step - max(drawing, learning),
+    }[mode]
+    return Work(
+        drawing * (servers or training), learning * training, mode, training, servers, step, scoring * training,
+        max(0.0, handover),
+    )  # fmt: skip
 
 
 def table(work: Work, devices: int) -> str:
