@@ -9,9 +9,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import ray
+from composed import composed
 from e2e_runs import prompts
 from e2e_runs import settings as run_settings
-from hydra import compose, initialize_config_module
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_checkpoint
 
@@ -34,8 +34,7 @@ class RayStarted(BaseException):
 
 def config(*overrides: str):
     first = (f"{A}model.lora_rank=4", "reward.custom_reward_function.path=reward.py", "trainer.device=cpu")
-    with initialize_config_module("verl_omni.trainer.config", version_base=None):
-        return compose("diffusion_trainer", run_settings("run", *first, *overrides))
+    return composed(*run_settings("run", *first, *overrides))
 
 
 @functools.cache

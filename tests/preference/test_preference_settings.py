@@ -1,17 +1,15 @@
 """Settings that direct preference cannot train with are refused before a worker starts; one flag selects the rest."""
 
 import pytest
-from hydra import compose, initialize_config_module
+from composed import composed
 from tiny_models import tiny_checkpoint
 
-from verl_omni.config import schema
 from verl_omni.trainer.checks.preparation import prepare_config
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 def prepared(algorithm: str, *overrides: str):
-    schema.register()
     given = [
         f"actor_rollout_ref.model.path={tiny_checkpoint()}",
         f"actor_rollout_ref.model.algorithm={algorithm}",
@@ -21,8 +19,7 @@ def prepared(algorithm: str, *overrides: str):
         "data.train_files=prompts.parquet",
         *overrides,
     ]
-    with initialize_config_module("verl_omni.trainer.config", version_base=None):
-        return prepare_config(compose("diffusion_trainer", given))
+    return prepare_config(composed(*given))
 
 
 @pytest.mark.parametrize(

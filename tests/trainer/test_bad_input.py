@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hydra import compose, initialize_config_module
+from composed import composed
 from tiny_models import tiny_checkpoint
 
 import verl_omni
@@ -82,8 +82,7 @@ def settings(data: Path, *overrides: str) -> list[str]:
 
 
 def config(data: Path, *overrides: str):
-    with initialize_config_module("verl_omni.trainer.config", version_base=None):
-        return compose("diffusion_trainer", settings(data, *overrides))
+    return composed(*settings(data, *overrides))
 
 
 A = "actor_rollout_ref."

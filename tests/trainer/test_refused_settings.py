@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
+from composed import composed
 from safetensors.torch import save_file
 from tiny_models import tiny_checkpoint
 
@@ -18,7 +18,6 @@ from verl_omni.trainer.checks.preparation import prepare_config
 from verl_omni.trainer.checks.workers import empty_modules
 from verl_omni.trainer.failures import users_mistake
 
-schema.register()
 ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 ENGINE = f"{ROLLOUT}.checkpoint_engine"
 ASYNC = ["trainer.mode=fully_async"]
@@ -34,8 +33,7 @@ def prepared(*overrides: str, architecture: str = "QwenImagePipeline"):
         "data.train_files=prompts.parquet",
         *overrides,
     ]
-    with initialize_config_module("verl_omni.trainer.config", version_base=None):
-        return prepare_config(compose("diffusion_trainer", given))
+    return prepare_config(composed(*given))
 
 
 def refused(*overrides: str, architecture: str = "QwenImagePipeline") -> str:

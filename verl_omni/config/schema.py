@@ -1,5 +1,6 @@
 """The whole configuration as one tree of dataclasses. The YAML files in trainer/config only choose among them."""
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -214,6 +215,7 @@ class DiffusionTrainerConfig:
     recipe: str | None = knob(None, "free text: what this run is")
 
 
+@functools.cache  # once is enough, and takes 30 ms
 def register() -> None:
     """Make the schema known to Hydra, under the name that diffusion_trainer.yaml starts from."""
     from hydra.core.config_store import ConfigStore

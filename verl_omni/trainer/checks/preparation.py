@@ -4,6 +4,7 @@ Everything here happens before a worker starts, so that a mistake costs seconds.
 """
 
 import dataclasses
+import functools
 import inspect
 from typing import Any
 
@@ -43,12 +44,17 @@ def prepare_config(config: DictConfig) -> DictConfig:
     """The resolved configuration, checked."""
     import_external_lib(config.actor_rollout_ref.model.external_lib)
     check_keys_of(config)
-    known = OmegaConf.merge(OmegaConf.structured(DiffusionTrainerConfig), config)
+    known = OmegaConf.merge(_schema(), config)
     given, settings = OmegaConf.to_object(known), _fill(OmegaConf.to_object(known))
     check_ranges(settings)
     check_effect(given, settings)
     _check(settings)
     return OmegaConf.structured(settings)
+
+
+@functools.cache
+def _schema() -> DictConfig:
+    return OmegaConf.structured(DiffusionTrainerConfig)
 
 
 def _fill(settings: DiffusionTrainerConfig) -> DiffusionTrainerConfig:

@@ -1,0 +1,27 @@
+"""The configuration that Hydra composes, in a third of the time: the part without overrides is composed once."""
+
+import copy
+import functools
+
+from hydra import compose, initialize_config_module
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig
+
+from verl_omni.config import schema
+
+
+def by_hydra(*overrides: str) -> DictConfig:
+    schema.register()
+    with initialize_config_module("verl_omni.trainer.config", version_base=None):
+        return compose("diffusion_trainer", list(overrides))
+
+
+def composed(*overrides: str) -> DictConfig:
+    """As `by_hydra`, where no override names another file."""
+    config = copy.deepcopy(_without_overrides())
+    ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(list(overrides)), config)
+    return config
+
+
+_without_overrides = functools.cache(by_hydra)
