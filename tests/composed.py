@@ -6,6 +6,7 @@ import functools
 from hydra import compose, initialize_config_module
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from verl_omni.config import schema
@@ -20,7 +21,9 @@ def by_hydra(*overrides: str) -> DictConfig:
 def composed(*overrides: str) -> DictConfig:
     """As `by_hydra`, where no override names another file."""
     config = copy.deepcopy(_without_overrides())
-    ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(list(overrides)), config)
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    ConfigLoaderImpl.validate_sweep_overrides_legal(parsed, RunMode.RUN, from_shell=False)
+    ConfigLoaderImpl._apply_overrides_to_config(parsed, config)
     return config
 
 

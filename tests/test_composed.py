@@ -24,7 +24,7 @@ def test_the_same_configuration(overrides):
     assert OmegaConf.to_yaml(composed(*overrides)) == OmegaConf.to_yaml(real), "each has its own"
 
 
-@pytest.mark.parametrize("override", ["trainer.no_such=1", f"{A}rollout.n=many", "~trainer.mode", "[=1"])
+@pytest.mark.parametrize("override", ["trainer.no=1", f"{A}rollout.n=many", "~trainer.mode", "[=1", "data.seed=1,2"])
 def test_the_same_errors(override):
     found = []
     for make in (composed, by_hydra):

@@ -1,11 +1,15 @@
 """Two runs on one machine do not meet, and no other program takes their port before they listen."""
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from composed import composed
 
 from verl_omni.trainer import resources
 from verl_omni.trainer.resources import rendezvous_ports
+from verl_omni.utils import cpu_platform
 
 SYSTEMS_OWN = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -25,6 +29,51 @@ def test_a_machine_that_is_full_is_said_before_ray_starts(monkeypatch):
     monkeypatch.setenv("RAY_memory_usage_threshold", "0.001")
     with pytest.raises(ValueError, match="memory are in use, more than the 0% .* or raise RAY_memory_usage_threshold"):
         resources.check_memory()
+
+
+@pytest.fixture
+def back_to_the_cpu():
+    yield
+    cpu_platform.tell_verl("cpu")
+
+
+def test_all_processes_of_a_run_are_told_where_it_computes():
+    cases = [("cpu", None, "cpu"), ("cpu", "h:1", "cpu"), ("cuda", None, None), ("cuda", "h:1", "nvidia")]
+    for device, address, told in cases:
+        config = composed(f"trainer.device={device}", f"ray.address={address or 'null'}")
+        variables = resources.ray_arguments(config)["runtime_env"]["env_vars"]
+        assert variables.get("VERL_PLATFORM") == told
+        assert variables.get("CUDA_VISIBLE_DEVICES") == ("" if device == "cpu" else None)
+
+
+def test_a_driver_without_a_gpu_asks_the_cluster(monkeypatch, back_to_the_cpu):
+    asked = []
+    monkeypatch.setattr(resources, "check_answers", asked.append)
+    monkeypatch.setattr("ray._private.services.canonicalize_bootstrap_address_or_die", lambda address: address)
+    for gpus, device in ((2.0, "cuda"), (0.0, "cpu")):
+        nodes = {1: SimpleNamespace(resources_total={"CPU": 4.0}), 2: SimpleNamespace(resources_total={"GPU": gpus})}
+        client = SimpleNamespace(get_all_node_info=lambda nodes=nodes: nodes)
+        monkeypatch.setattr("ray._raylet.GcsClient", lambda address, client=client: client)
+        assert resources.choose_device(None, "head:6379") == device
+        assert resources.choose_device("cuda", "head:6379") == "cuda", "the cluster may get its GPUs later"
+    assert asked == ["head:6379"] * 2
+    with pytest.raises(ValueError, match="ray://head:1 cannot be asked for GPUs: set it to cuda or cpu"):
+        resources.choose_device(None, "ray://head:1")
+
+
+def test_verl_computes_where_the_run_does(monkeypatch, tmp_path, back_to_the_cpu):
+    """Also after a run in the same process that was on the CPU, or with what it left in the environment."""
+    from verl.utils.device import get_device_name
+
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("VERL_PLATFORM")
+    resources.choose_device(None)
+    assert get_device_name() == "cpu" and os.environ["VERL_PLATFORM"] == "cpu"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert resources.choose_device(None) == "cuda"
+    assert get_device_name() == "cuda" and "VERL_PLATFORM" not in os.environ
 
 
 def test_rays_sockets_have_a_short_path_under_a_long_temporary_folder(monkeypatch, tmp_path):

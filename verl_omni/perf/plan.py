@@ -6,20 +6,21 @@ what weights and samples take from one side to the other, as a run with rollout 
 
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 WARM_UP = 2  # steps that are not like the others
+UNDER_WAY = {"separate": 1, "one_step_off": 2, "fully_async": 3}  # steps at once, as staleness is by default
 
 
 @dataclass(frozen=True)
 class Work:
-    """Of one training step: device-seconds of drawing (until the last image) and of learning (all that is not that).
+    """Of one training step: device-seconds of drawing (until the last image) and of learning (all that comes after).
 
-    `scoring` is the part of learning in which the training devices wait for rewards, `handover` the seconds in which
-    servers neither draw nor have anything to draw with, while training waits for them.
+    Seconds that more devices do not make less: `scoring`, from the last image to the last reward, and `handover`, which
+    weights and samples take from one side to the other.
     """
 
     drawing: float
@@ -34,11 +35,10 @@ class Work:
     def predict(self, mode: str, training: int, rollout: int) -> float:
         """Seconds of a step."""
         if mode == "colocated":  # all devices do both, in turn
-            return (self.drawing + self.learning) / (training + rollout)
+            return (self.drawing + self.learning) / (training + rollout) + self.scoring
         draw, learn = self.drawing / rollout, self.learning / training
-        if mode == "fully_async":  # rewards come in, and servers take weights, while other groups are learned from
-            return max(draw + self.handover, learn - self.scoring / training)
-        return (max(draw, learn) if mode == "one_step_off" else draw + learn) + self.handover
+        # Each side does one thing at a time, and all that a step takes is shared by those that are under way at once.
+        return max(draw, learn, (draw + self.scoring + learn) / UNDER_WAY[mode]) + self.handover
 
     def splits(self, devices: int) -> Iterator[tuple[str, int, int, float]]:
         """(mode, training devices, rollout devices, seconds) of every way to use so many."""
@@ -66,19 +66,23 @@ def read_work(run_dir: str | Path) -> Work:
     training = trainer["n_gpus_per_node"] * trainer["nnodes"]
     mode = trainer.get("mode", "colocated")
     servers = 0 if mode == "colocated" else (rollout["n_gpus_per_node"] or 1) * (rollout["nnodes"] or 1)
-    learning = statistics.median(row["timing_s/step"] - row["timing_s/gen"] for row in rows)
-    drawing = statistics.median(row["timing_s/gen_images"] for row in rows)
-    scoring = statistics.median(row.get("timing_s/reward", 0.0) for row in rows)
-    step = statistics.median(row["timing_s/step"] for row in rows)
-    handover = {
-        "colocated": 0.0,
-        "separate": step - learning - drawing,
-        "one_step_off": step - max(drawing, learning),
-        "fully_async": step - max(drawing, learning),
-    }[mode]
+
+    def median(seconds: Callable[[dict[str, float]], float]) -> float:
+        return statistics.median(map(seconds, rows))
+
+    step, drawing = median(lambda row: row["timing_s/step"]), median(lambda row: row["timing_s/gen_images"])
+    scoring = median(lambda row: row.get("timing_s/reward", 0.0))
+    learning = median(lambda row: row["timing_s/step"] - row["timing_s/gen"] - row.get("timing_s/reward", 0.0))
+    in_turn = mode == "separate" or trainer.get("max_staleness") == 0 or bool(trainer.get("replay"))
+    handover = 0.0
+    if servers and in_turn:
+        handover = max(0.0, median(lambda row: row["timing_s/gen"] - row["timing_s/gen_images"]))
+    elif mode == "one_step_off":
+        handover = max(0.0, step - max(drawing, learning + scoring))
+        if scoring > 0.01 * step:  # this is what was left of it after the step before
+            scoring += step - drawing
     return Work(
-        drawing * (servers or training), learning * training, mode, training, servers, step, scoring * training,
-        max(0.0, handover),
+        drawing * (servers or training), learning * training, mode, training, servers, step, scoring, handover
     )  # fmt: skip
 
 

@@ -18,21 +18,41 @@ import torch
 from omegaconf import DictConfig
 from verl.single_controller.ray.base import RayResourcePool, ResourcePoolManager
 
-import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
+from verl_omni.utils import cpu_platform
 
 
-def choose_device(wanted: str | None) -> str:
-    """`cuda` or `cpu`; null takes a GPU if there is one."""
+def choose_device(wanted: str | None, address: str | None = None) -> str:
+    """`cuda` or `cpu`, for verl too; null takes a GPU if there is one. With the address of a Ray, one there counts."""
+    device = _device(wanted, address)
+    cpu_platform.tell_verl(device)
+    return device
+
+
+def _device(wanted: str | None, address: str | None) -> str:
     has_gpu = torch.cuda.is_available()
     if wanted is None:
-        return "cuda" if has_gpu else "cpu"
+        return "cuda" if has_gpu or (address is not None and cluster_has_gpus(address)) else "cpu"
     if wanted not in ("cuda", "cpu"):
         raise ValueError(f'trainer.device="{wanted}": expected cuda or cpu')
+    if address is not None:
+        return wanted
     if wanted == "cuda" and not has_gpu:
         raise ValueError("trainer.device=cuda, but torch sees no GPU here: use trainer.device=cpu")
     if wanted == "cpu" and has_gpu:
         raise ValueError("trainer.device=cpu on a machine with a GPU: hide it with CUDA_VISIBLE_DEVICES= instead")
     return wanted
+
+
+def cluster_has_gpus(address: str) -> bool:
+    """Without connecting to it: what a connection tells all its processes depends on the answer."""
+    from ray._private.services import canonicalize_bootstrap_address_or_die
+    from ray._raylet import GcsClient
+
+    if address.startswith("ray://"):
+        raise ValueError(f"trainer.device is null, and {address} cannot be asked for GPUs: set it to cuda or cpu")
+    check_answers(address)
+    nodes = GcsClient(address=canonicalize_bootstrap_address_or_die(address)).get_all_node_info()
+    return any(node.resources_total.get("GPU") for node in nodes.values())
 
 
 def rendezvous_ports() -> list[int]:
@@ -178,8 +198,10 @@ def ray_arguments(config: DictConfig) -> dict[str, Any]:
         "PYTHONPATH": os.pathsep.join(python_path()),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
-    if config.trainer.device == "cpu":
-        environment["VERL_PLATFORM"] = "cpu"
+    if config.trainer.device == "cpu":  # whatever there is where they run
+        environment |= {"VERL_PLATFORM": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    elif config.ray.address is not None and torch.version.hip is None:  # the runner's node may have no GPU
+        environment["VERL_PLATFORM"] = "nvidia"
     arguments = {"runtime_env": {"env_vars": environment}, "logging_level": "ERROR"}
     if config.ray.address is not None:
         return arguments

@@ -116,17 +116,14 @@ def run_diffusion(config: DictConfig, task_runner_class: Any = None, quiet: bool
     from verl_omni.trainer.diffusion.resuming import finished
     from verl_omni.trainer.resources import choose_device
     from verl_omni.trainer.run_lock import run_lock
-    from verl_omni.utils import cpu_platform
     from verl_omni.utils.external_lib import with_registered
 
     tell(run_dir=None, stage="start", step=0, done=0, over=None, last=None)  # of several runs in one process
     check_groups(config)
     model = config.actor_rollout_ref.model
     with config_writable(config):
-        config.trainer.device = choose_device(config.trainer.device)
+        config.trainer.device = choose_device(config.trainer.device, config.ray.address)
         model.external_lib = with_registered(model.external_lib)
-    if config.trainer.device == "cpu":
-        cpu_platform.use()
     config = preflight(config)
     with run_lock(config.trainer.default_local_dir):
         start = check_start(config)

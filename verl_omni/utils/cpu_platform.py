@@ -104,10 +104,14 @@ class PlatformCPU(PlatformBase):
         return None
 
 
-def use() -> None:
-    """From now on, here and in processes that this one starts. verl asks nvidia-smi, which sees hidden GPUs too."""
-    os.environ["VERL_PLATFORM"] = "cpu"
-    platform_manager._current_platform = PlatformCPU()
+def tell_verl(device: str) -> None:
+    """Here, and in processes that this one starts. By itself verl asks nvidia-smi, which sees hidden GPUs too."""
+    if device == "cpu":
+        os.environ["VERL_PLATFORM"] = "cpu"
+        platform_manager._current_platform = PlatformCPU()
+    elif os.environ.get("VERL_PLATFORM") == "cpu":  # of a run before it
+        del os.environ["VERL_PLATFORM"]
+        platform_manager._current_platform = None
 
 
 # Something may have asked for the platform before this module was loaded, and been given a GPU that is not there.
