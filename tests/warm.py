@@ -42,7 +42,7 @@ LIBRARIES = [
 READ_LATER = {
     "PYTHON", "PYTHONPATH", "PWD", "OLDPWD", "SHLVL", "_", "PYTEST_CURRENT_TEST", "KEEP_METRICS",
     "HYDRA_FULL_ERROR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
-    "LD_LIBRARY_PATH", "WANDB_SERVICE",  # set by cv2 and wandb, once a test has loaded them
+    "LD_LIBRARY_PATH", "WANDB_SERVICE", "COLUMNS", "LINES",  # set by cv2, wandb, readline once a test has loaded them
     # set for ranks
     "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "RAY_LOCAL_WORLD_SIZE",
     "REDIS_STORE_SERVER_HOST", "WG_BACKEND", "WG_PREFIX",
@@ -125,6 +125,11 @@ def gone() -> str:
 def python(place: str | None = None) -> list[str]:
     """A command that is used like Python's, with a file or `-m` and a module, and forks."""
     return [sys.executable, "-I", "-S", warm_fork.__file__, place or address()]
+
+
+def quick_python() -> list[str]:
+    """For a script of which it does not matter that it imports the libraries itself."""
+    return python() if WORKS else [sys.executable]
 
 
 def let_ray_fork(place: str | None = None) -> None:

@@ -2,32 +2,32 @@
 
 import json
 import math
+import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
+import warm
+from composed import composed
 
 from benchmarks.sweep import COST, EAGER, EXACT, MEMORY, cosine
-from verl_omni.config import schema
 
 SETTINGS = [overrides for table in (*MEMORY.values(), COST, EXACT) for _, overrides in table.values()]
 
 
 @pytest.mark.parametrize("overrides", SETTINGS, ids=" ".join)
 def test_settings_are_known(overrides):
-    schema.register()
-    with initialize_config_module("verl_omni.trainer.config", version_base=None):
-        compose("diffusion_trainer", overrides)
+    composed(*overrides)
 
 
 def test_a_step_in_one_process(tmp_path):
     call = f"apart(measure, 'tiny-sd3', 4, {EAGER}, {str(tmp_path / 'moments.pt')!r})"
-    script = f"import json\nfrom benchmarks.sweep import *\nimport_everything()\nprint(json.dumps({call}))"
+    script, root = tmp_path / "script.py", Path(__file__).parents[2]
+    script.write_text(f"import json\nfrom benchmarks.sweep import *\nimport_everything()\nprint(json.dumps({call}))")
+    environment = os.environ | {"PYTHONPATH": str(root)}
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+        [*warm.quick_python(), str(script)], capture_output=True, text=True, cwd=root, env=environment
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 from verl_omni.utils import external_lib
 from verl_omni.utils.external_lib import with_registered
@@ -45,7 +46,7 @@ def test_a_script_that_registers_by_itself_is_told_so_before_anything_starts(tmp
     lines = (HERE / "my_mix.py").read_text(), "from verl_omni.trainer.main_diffusion import main\nmain()\n"
     (tmp_path / "script.py").write_text("\n".join(lines))
     done = subprocess.run(
-        [sys.executable, "script.py", "actor_rollout_ref.model.algorithm=my_mix"],
+        [*warm.quick_python(), "script.py", "actor_rollout_ref.model.algorithm=my_mix"],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,

@@ -2,11 +2,11 @@
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from e2e_runs import metrics, run_here, settings
 
 from verl_omni.testing.tiny_random import image_vae, strengthen
@@ -76,7 +76,7 @@ def test_a_new_model(tmp_path, aura_flow_model, monkeypatch, process_group):
     (tmp_path / "aura_flow.py").write_text(code)
     (tmp_path / "check_aura_flow.py").write_text(check)
     done = subprocess.run(
-        [sys.executable, "check_aura_flow.py", str(aura_flow_model)], cwd=tmp_path, capture_output=True, text=True
+        [*warm.quick_python(), "check_aura_flow.py", str(aura_flow_model)], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert re.search(r"largest difference of a pixel: [01]\.\d\d of 255", done.stdout)
