@@ -1,7 +1,7 @@
 """Two steps of training, with samples that vLLM-Omni draws beside it or in servers."""
 
 import pytest
-from e2e_runs import Run, metrics, run_here, run_in_a_fork, settings
+from e2e_runs import QuickRun, Run, metrics, run_here, run_in_a_fork, settings
 from ranks import ready_to_fork
 from test_every_architecture import with_images
 from tiny_models import tiny_checkpoint
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.timeout(1500)  # whole runs, on a machine that may be b
 
 A = "actor_rollout_ref."
 STEPS = "trainer.total_training_steps=2"
-LORA = [f"{A}model.lora_rank=4", f"{A}actor.optim.lr=0.01"]
+TRAINED = {"lora": [f"{A}model.lora_rank=4", f"{A}actor.optim.lr=0.01"], "full": [f"{A}actor.optim.lr=0.001"]}
 BRIGHTNESS = """
 def compute_score(image):
     frames = image if isinstance(image, list) else [image]
@@ -23,25 +23,27 @@ upstream.CONDITION_IMAGE_SIZE = upstream.VAE_IMAGE_SIZE = 64 * 64
 """
 GUIDED = [f"{A}rollout.pipeline.true_cfg_scale=2", f"{A}rollout.algo.sde_window_size=2"]
 RUNS = {
-    "QwenImagePipeline": [*LORA, *GUIDED],
-    "QwenImageEditPlusPipeline": [*LORA, *GUIDED, f"{A}model.external_lib=small_pictures"],
-    "StableDiffusion3Pipeline": [f"{A}actor.optim.lr=0.001"],
-    "ZImagePipeline": [*LORA, f"{A}model.algorithm=diffusion_nft", f"{A}rollout.pipeline.guidance_scale=0"],
-    "WanPipeline-2.2": [f"{A}actor.optim.lr=0.001", f"{A}rollout.pipeline.num_frames=5"],
+    "QwenImagePipeline": GUIDED,
+    "QwenImageEditPlusPipeline": [*GUIDED, f"{A}model.external_lib=small_pictures"],
+    "StableDiffusion3Pipeline": [],
+    "ZImagePipeline": [f"{A}model.algorithm=diffusion_nft", f"{A}rollout.pipeline.guidance_scale=0"],
+    "WanPipeline-2.2": [f"{A}rollout.pipeline.num_frames=5"],
 }
+ALL = [(name, trained) for name in RUNS for trained in TRAINED]
+# One of the two for each model is enough to see that its weights get there; the other is run with the slow tests.
+QUICK = {
+    ("QwenImagePipeline", "lora"), ("QwenImageEditPlusPipeline", "lora"), ("StableDiffusion3Pipeline", "full"),
+    ("ZImagePipeline", "lora"), ("WanPipeline-2.2", "full"),
+}  # fmt: skip
 
 
-@pytest.fixture(params=RUNS)
-def name(request) -> str:
-    return request.param
-
-
-def asked(folder, name: str, *more: str) -> list[str]:
+def asked(folder, name: str, trained: str, *more: str) -> list[str]:
     (folder / "brightness.py").write_text(BRIGHTNESS)
     (folder / "small_pictures.py").write_text(SMALL_PICTURES)
     reward = f"reward.custom_reward_function.path={folder}/brightness.py"
     data = with_images(folder) if "Edit" in name else []
-    return settings(folder / "run", STEPS, reward, *data, *RUNS[name], *more, model=tiny_checkpoint(name))
+    given = [STEPS, reward, *data, *TRAINED[trained], *RUNS[name], *more]
+    return settings(folder / "run", *given, model=tiny_checkpoint(name))
 
 
 def compare(mine: dict, theirs: dict, *more: str) -> None:
@@ -52,26 +54,29 @@ def compare(mine: dict, theirs: dict, *more: str) -> None:
         assert mine[step].get("actor/rollout_ratio_max_dev", 0) < 1e-5
 
 
-def test_two_steps_beside_training(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "trained"), [pytest.param(*one, marks=[] if one in QUICK else pytest.mark.slow) for one in ALL]
+)
+def test_two_steps_beside_training(name, trained, tmp_path, monkeypatch):
     """In one process, which vLLM-Omni leaves with all that it has changed there."""
     run = ready_to_fork().Process(
-        target=run_in_a_fork, args=(asked(tmp_path, name, f"{A}rollout.name=vllm_omni"), tmp_path)
+        target=run_in_a_fork, args=(asked(tmp_path, name, trained, f"{A}rollout.name=vllm_omni"), tmp_path)
     )
     run.start()
     run.join(500)
     assert run.exitcode == 0, (tmp_path / "log.txt").read_text()
     (tmp_path / "embedded").mkdir()
-    run_here(asked(tmp_path / "embedded", name), tmp_path / "embedded", monkeypatch)
+    run_here(asked(tmp_path / "embedded", name, trained), tmp_path / "embedded", monkeypatch)
     compare(metrics(tmp_path / "run"), metrics(tmp_path / "embedded/run"))
 
 
 @pytest.mark.slow  # the test above has the engine, and the tests of weights what a server does with them
-def test_two_steps_through_servers(name, tmp_path, monkeypatch):
-    count = 2 if name == "StableDiffusion3Pipeline" else 1
-    servers = [f"{A}rollout.name=vllm_omni", f"{A}hybrid_engine=false", f"{A}rollout.n_gpus_per_node={count}"]
-    Run(asked(tmp_path, name, *servers), tmp_path).succeed()
+@pytest.mark.parametrize(("name", "trained"), ALL)
+def test_two_steps_through_two_servers(name, trained, tmp_path, monkeypatch):
+    servers = [f"{A}rollout.name=vllm_omni", f"{A}hybrid_engine=false", f"{A}rollout.n_gpus_per_node=2"]
+    QuickRun(asked(tmp_path, name, trained, *servers), tmp_path).succeed()
     (tmp_path / "embedded").mkdir()
-    run_here(asked(tmp_path / "embedded", name), tmp_path / "embedded", monkeypatch)
+    run_here(asked(tmp_path / "embedded", name, trained), tmp_path / "embedded", monkeypatch)
     compare(metrics(tmp_path / "run"), metrics(tmp_path / "embedded/run"))
 
 
@@ -80,8 +85,8 @@ def test_two_steps_in_two_training_workers(tmp_path, monkeypatch):
     """Beside training, with a copy of the model in each that each update reaches; validation draws with the same."""
     name, validated = "QwenImagePipeline", ("trainer.test_freq=1", "trainer.val_before_train=true")
     beside = [f"{A}rollout.name=vllm_omni", "trainer.n_gpus_per_node=2"]
-    Run(asked(tmp_path, name, *beside, *validated), tmp_path).succeed()
+    Run(asked(tmp_path, name, "lora", *beside, *validated), tmp_path).succeed()
     (tmp_path / "embedded").mkdir()
-    run_here(asked(tmp_path / "embedded", name, *validated), tmp_path / "embedded", monkeypatch)
+    run_here(asked(tmp_path / "embedded", name, "lora", *validated), tmp_path / "embedded", monkeypatch)
     mine, theirs = metrics(tmp_path / "run"), metrics(tmp_path / "embedded/run")
     compare(mine, theirs, *(key for key in theirs[1] if key.startswith("val-")))
