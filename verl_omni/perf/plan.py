@@ -1,7 +1,7 @@
 """How many devices for what: from the stage times of one run to the step time of others.
 
-Work is seconds times devices, as a run has measured it. Drawing and learning are taken to scale with their devices;
-what weights and samples take from one side to the other, as a run with rollout servers has measured it, is not.
+Work is seconds times devices, as a run has measured it. Drawing and learning are taken to scale with their devices.
+What rewards take, and weights and samples from one side to the other, is taken to be the same for any number of them.
 """
 
 import json
@@ -81,9 +81,7 @@ def read_work(run_dir: str | Path) -> Work:
         handover = max(0.0, step - max(drawing, learning + scoring))
         if scoring > 0.01 * step:  # this is what was left of it after the step before
             scoring += step - drawing
-    return Work(
-        drawing * (servers or training), learning * training, mode, training, servers, step, scoring, handover
-    )  # fmt: skip
+    return Work(drawing * (servers or training), learning * training, mode, training, servers, step, scoring, handover)
 
 
 def table(work: Work, devices: int) -> str:

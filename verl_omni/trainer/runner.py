@@ -114,12 +114,14 @@ def run_diffusion(config: DictConfig, task_runner_class: Any = None, quiet: bool
     """
     from verl_omni.trainer.checks.preflight import check_start, preflight
     from verl_omni.trainer.diffusion.resuming import finished
-    from verl_omni.trainer.resources import choose_device
+    from verl_omni.trainer.resources import check_answers, choose_device
     from verl_omni.trainer.run_lock import run_lock
     from verl_omni.utils.external_lib import with_registered
 
     tell(run_dir=None, stage="start", step=0, done=0, over=None, last=None)  # of several runs in one process
     check_groups(config)
+    if config.ray.address is not None:
+        check_answers(config.ray.address)
     model = config.actor_rollout_ref.model
     with config_writable(config):
         config.trainer.device = choose_device(config.trainer.device, config.ray.address)
