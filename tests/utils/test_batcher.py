@@ -159,3 +159,51 @@ def test_a_guest_that_has_gone_before_its_turn_is_forgotten():
 
     assert asyncio.run(leave()) == 14
     assert work.batches == [[7]]
+
+
+def test_a_call_that_is_taken_back_is_not_worked_on_and_its_block_goes_on():
+    work = Work()
+    batcher = Batcher(work, 3, max_wait_s=1e9)
+
+    async def block():
+        first = asyncio.create_task(batcher.submit(0, position=(0, 3)))
+        second = asyncio.create_task(batcher.submit(1, position=(1, 3)))
+        await asyncio.sleep(0)
+        assert batcher.waiting == 2
+        first.cancel()
+        third = asyncio.create_task(batcher.submit(2, position=(2, 3)))
+        return await asyncio.wait_for(asyncio.gather(second, third), GUARD)
+
+    assert asyncio.run(block()) == [2, 4]
+    assert work.batches == [[1, 2]]
+
+
+def test_a_burst_that_all_have_left_leaves_nothing_behind():
+    """The next burst of the same key is as long as it says."""
+    work = Work()
+    batcher = Batcher(work, 2, max_wait_s=1e9)
+
+    async def twice():
+        gone = asyncio.create_task(batcher.submit(0, position=(0, 1)))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.sleep(0.01)
+        assert not batcher._withdrawn
+        return await asyncio.wait_for(batcher.submit(7, position=(0, 1)), GUARD)
+
+    assert asyncio.run(twice()) == 14
+    assert work.batches == [[7]]
+
+
+def test_loose_calls_that_have_gone_are_not_worked_on():
+    work = Work()
+    batcher = Batcher(work, 8, max_wait_s=0.2)
+
+    async def leave():
+        gone, stays = (asyncio.create_task(batcher.submit(i)) for i in (1, 2))
+        await asyncio.sleep(0.02)
+        gone.cancel()
+        return await asyncio.wait_for(stays, GUARD)
+
+    assert asyncio.run(leave()) == 4
+    assert work.batches == [[2]]

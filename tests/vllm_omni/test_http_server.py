@@ -17,6 +17,7 @@ from tiny_models import tiny_checkpoint
 
 from verl_omni.config import DiffusionModelConfig, DiffusionPipelineConfig, DiffusionRolloutConfig
 from verl_omni.pipelines.qwen_image import QwenImage
+from verl_omni.utils.errors import RequestAborted
 from verl_omni.workers.rollout.vllm_rollout import vLLMOmniReplica
 from verl_omni.workers.rollout.weights import store_in_buckets
 
@@ -59,7 +60,8 @@ def drawn(replica: vLLMOmniReplica, **params) -> tuple[np.ndarray, int]:
             sampling_params={"noise_level": 0.0} | params,
             request_id="one",
             negative_prompt_ids=QwenImage.tokenize(tokenizers, " ", 512),
-        )
+        ),
+        timeout=120,
     )
     return output.image.permute(1, 2, 0).numpy().astype(int), output.version
 
@@ -87,6 +89,44 @@ def test_requests_wait_for_a_server_that_sleeps(replica, expected):
     assert ray.wait([waits], timeout=2) == ([], [waits])
     asyncio.run(replica.wake_up())
     assert ray.get(waits, timeout=120).image.shape == (3, 32, 48)
+
+
+def long_request(replica: vLLMOmniReplica, name: str) -> ray.ObjectRef:
+    """Of so many steps that a test would end before it."""
+    tokens = QwenImage.tokenize(QwenImage.load_tokenizers(model()), PROMPT, 512)
+    params = {"seed": SEED, "true_cfg_scale": 1.0, "num_inference_steps": 50_000, "noise_level": 0.0}
+    return replica._server_handle.generate.remote(tokens, params, name)
+
+
+def test_a_request_that_is_aborted_returns_and_its_forward_ends(replica, expected):
+    drawing = long_request(replica, "long")
+    assert ray.wait([drawing], timeout=2) == ([], [drawing])
+    aborted = ray.get(replica._server_handle.abort_request.remote("long"))
+    assert aborted == {"aborted": True, "request_id": "long"}
+    with pytest.raises(RequestAborted, match="request long was aborted"):
+        ray.get(drawing, timeout=10)
+    assert not ray.get(replica._server_handle.abort_request.remote("long"))["aborted"]
+    image, _ = drawn(replica, seed=SEED)
+    assert np.abs(image - expected).max() <= 1
+
+
+@pytest.mark.parametrize("reject", [False, True])
+def test_all_requests_are_aborted_and_others_wait_or_are_refused(replica, expected, reject):
+    running, waiting = (long_request(replica, name) for name in ("running", "waiting"))
+    assert ray.wait([running, waiting], timeout=2)[0] == []
+    asyncio.run(replica.abort_all_requests(reject_request=reject))
+    for one in (running, waiting):
+        with pytest.raises(RequestAborted):
+            ray.get(one, timeout=10)
+    late = replica._server_handle.generate.remote([1, 2], {"true_cfg_scale": 1.0}, "late")
+    if reject:
+        with pytest.raises(RequestAborted, match="takes no others for now"):
+            ray.get(late, timeout=10)
+    else:
+        assert ray.wait([late], timeout=1)[0] == []
+    asyncio.run(replica.resume_generation())
+    image, _ = drawn(replica, seed=SEED)
+    assert np.abs(image - expected).max() <= 1
 
 
 def test_new_weights_draw_another_image(replica, expected):

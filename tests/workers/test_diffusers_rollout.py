@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -262,3 +263,37 @@ def test_a_paused_engine_begins_nothing_and_a_stopped_one_says_so():
     engine.stop()
     with pytest.raises(RuntimeError, match="has been stopped"):
         generate(engine, [(PROMPTS[0], 1)])
+
+
+def test_a_batch_that_nobody_waits_for_ends_before_its_next_step():
+    engine, steps, reached, seen = rollout(), [], threading.Event(), threading.Event()
+    predict = engine.module.forward
+
+    def counted(*args, **kwargs):
+        steps.append(1)
+        if len(steps) == 2:
+            reached.set()
+            assert seen.wait(GUARD)
+        return predict(*args, **kwargs)
+
+    async def leave(stay: int):
+        asked = [(list(ids(PROMPTS[0])), {"seed": i, "position": (i, 2)}, str(i)) for i in range(2)]
+        calls = [asyncio.create_task(engine.generate(*one)) for one in asked]
+        await asyncio.to_thread(reached.wait, GUARD)
+        for call in calls[stay:]:
+            call.cancel()
+        await asyncio.wait(calls[stay:], timeout=GUARD)
+        seen.set()
+        answers = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), GUARD)
+        await asyncio.to_thread(engine.pause)  # until the batch has ended
+        engine.resume()
+        return answers
+
+    with mock.patch.object(engine.module, "forward", counted):
+        assert all(isinstance(answer, asyncio.CancelledError) for answer in asyncio.run(leave(stay=0)))
+        assert len(steps) == 2 < STEPS
+        steps.clear(), reached.clear(), seen.clear()
+        first, second = asyncio.run(leave(stay=1))
+    assert len(steps) == STEPS and isinstance(second, asyncio.CancelledError)
+    (alone,) = generate(engine, [(PROMPTS[0], 0)], keep_trajectory=False, sde_window=None)
+    assert (first.image.int() - alone.image.int()).abs().max() <= 1

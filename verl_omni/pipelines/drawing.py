@@ -32,6 +32,8 @@ class Request:
     params: dict[str, Any]
     #: of somebody who looks on: no run depends on it
     guest: bool = False
+    #: nobody waits for it any more
+    gone: bool = False
 
     @property
     def kind(self) -> tuple:
@@ -110,6 +112,7 @@ class Drawer:
                 keep_means=params.get("keep_means", False),
                 keep_uncond=params.get("keep_uncond", False),
                 cfg_in_one_forward=self.cfg_in_one_forward,
+                wanted=lambda: not all(r.gone for r in requests),
             )
         self._done("denoise")
 

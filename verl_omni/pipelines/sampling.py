@@ -1,6 +1,7 @@
 """The denoising loop. It exists once: model adapters say how a velocity is made, schedulers how a step is taken."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
 from verl_omni.pipelines.schedulers.flow_match_sde import drawn_noise, sqrt_neg_dt
+from verl_omni.utils.errors import RequestAborted
 
 
 @dataclass
@@ -156,10 +158,12 @@ def denoise(
     keep_means: bool = False,
     keep_uncond: bool = False,
     cfg_in_one_forward: bool = True,
+    wanted: Callable[[], bool] = lambda: True,
 ) -> Trajectory:
     """Walk from noise to data: stochastic inside each sample's window [start, end), the Euler ODE outside.
 
-    All windows have one length, so that the stored steps stack; they may lie at different places.
+    All windows have one length, so that the stored steps stack; they may lie at different places. `wanted` is asked
+    before each step: where nobody waits for the samples any more, none is made.
     """
     own_step = adapter.has_own_step()
     keep_uncond = keep_uncond and not own_step  # only it knows what it does with the halves
@@ -173,6 +177,8 @@ def denoise(
     timesteps = scheduler.timesteps.new_zeros(size, length)
 
     for i, t in enumerate(scheduler.timesteps):
+        if not wanted():
+            raise RequestAborted("nobody waits for these samples any more")
         inside = [row for row, (start, end) in enumerate(windows) if start <= i < end]
         noise_level = torch.zeros(size)
         noise_level[inside] = algo.noise_level

@@ -27,7 +27,7 @@ class Batcher:
     `withdraw`. Other calls are batched by a short wait.
 
     A block of `guest` calls waits its turn, and after it others go first: whatever guests ask for, others have every
-    second batch. A guest that has gone before its turn is forgotten.
+    second batch. A call whose caller has gone before its turn is forgotten, and its place given back.
     """
 
     def __init__(self, work: Callable[[list[Any]], list[Any]], max_size: int, max_wait_s: float, parallel: int = 1):
@@ -51,13 +51,34 @@ class Batcher:
             self._pump = loop.create_task(self._run())
             self._pump.add_done_callback(self._fail_waiting)
         self._arrived.set()
-        return await call.done
+        try:
+            return await call.done
+        except asyncio.CancelledError:
+            self._forget(call)
+            raise
+
+    @property
+    def waiting(self) -> int:
+        """Calls that nobody works on yet."""
+        return len(self._waiting) + sum(map(len, self._ready))
 
     def withdraw(self, position: tuple) -> None:
         """Nobody will call from this place of a named burst."""
-        self._withdrawn.add(tuple(position))
+        index, total, burst = position
+        self._withdrawn.add((index, total, burst))
+        places = self._places(burst, total, index // self.max_size)
+        if places <= self._withdrawn:  # nobody is left who could take the others
+            self._withdrawn -= places
         if self._pump is not None and not self._pump.done():
             self._arrived.set()
+
+    def _forget(self, call: _Call) -> None:
+        """Where work on it has begun, its result is thrown away."""
+        if call in self._waiting:
+            self._waiting.remove(call)
+            if call.position is not None:
+                self.withdraw((*call.position[:2], burst_of(call)))
+        self._ready = [left for batch in self._ready if (left := [c for c in batch if c is not call])]
 
     def close(self, error: Exception) -> None:
         """Every call that waits gets this error. From the event loop that the calls came from."""
@@ -117,9 +138,10 @@ class Batcher:
 
     async def _next_batch(self) -> list[_Call]:
         while True:
+            for call in [c for c in self._waiting + sum(self._ready, []) if c.done.cancelled()]:
+                self._forget(call)  # its own task may not have been told yet
             if self._ready:
                 return self._ready.pop(0)
-            self._waiting = [c for c in self._waiting if not (c.guest and c.done.cancelled())]
             loose = [c for c in self._waiting if c.position is None]
             same = [c for c in loose if c.key == loose[0].key][: self.max_size] if loose else []
             block = self._whole_block()
@@ -135,29 +157,34 @@ class Batcher:
             try:
                 await asyncio.wait_for(self._arrived.wait(), self.max_wait_s if loose else None)
             except asyncio.TimeoutError:
-                return self._take_loose(same)
+                same = [c for c in same if c in self._waiting]  # the others' callers have gone
+                if same:
+                    return self._take_loose(same)
 
     def _whole_block(self) -> list[_Call]:
         """The first block of a burst of which every member has arrived; a second one of guests only if it is alone."""
         blocks: dict[Any, dict[int, _Call]] = {}
         for call in self._waiting:
             if call.position is not None:
-                index, total, *name = call.position
-                burst = name[0] if name else call.key
+                index, total, *_ = call.position
                 # Where two bursts overlap, the later call of an index waits for the next round.
-                blocks.setdefault((burst, total, index // self.max_size), {}).setdefault(index, call)
+                blocks.setdefault((burst_of(call), total, index // self.max_size), {}).setdefault(index, call)
 
         def turn(block: tuple[tuple, dict[int, _Call]]) -> tuple[bool, int]:
             (_, _, number), calls = block
             return self._guest_was_last and next(iter(calls.values())).guest, number
 
         for (burst, total, number), calls in sorted(blocks.items(), key=turn):
-            places = range(number * self.max_size, min((number + 1) * self.max_size, total))
-            empty = {(index, total, burst) for index in places if (index, total, burst) in self._withdrawn}
+            places = self._places(burst, total, number)
+            empty = places & self._withdrawn
             if len(calls) + len(empty) == len(places):
                 self._withdrawn -= empty
                 return [calls[index] for index in sorted(calls)]
         return []
+
+    def _places(self, burst: Hashable, total: int, block: int) -> set[tuple]:
+        first = block * self.max_size
+        return {(index, total, burst) for index in range(first, min(first + self.max_size, total))}
 
     def _take_loose(self, batch: list[_Call]) -> list[_Call]:
         self._guest_was_last = False
@@ -166,3 +193,7 @@ class Batcher:
     def _take(self, batch: list[_Call]) -> list[_Call]:
         self._waiting = [c for c in self._waiting if c not in batch]
         return batch
+
+
+def burst_of(call: _Call) -> Hashable:
+    return call.position[2] if len(call.position) > 2 else call.key

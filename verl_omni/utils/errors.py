@@ -11,3 +11,11 @@ class Refused(Exception):
     def __init__(self, status: int, words: str):
         super().__init__(words)
         self.status, self.words = status, words
+
+
+class RequestAborted(RuntimeError):
+    """A sample that was asked for and will not be drawn: whoever asked, or somebody else, has taken it back."""
+
+
+class QueueFull(RuntimeError):
+    """A server where too many wait already."""

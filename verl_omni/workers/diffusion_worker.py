@@ -39,6 +39,7 @@ from verl_omni.workers.process_group import join_process_group
 from verl_omni.workers.rollout import engine_class as rollout_class
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.trajectories import TrajectoryStore, in_two_parts
+from verl_omni.workers.rollout.under_way import UnderWay
 from verl_omni.workers.rollout.weights import Name, SentWeights, StoredWeights, store_in_buckets
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class DiffusionWorker(Worker):
         self.ref_config: DiffusionRefConfig = OmegaConf.to_object(config.actor_rollout_ref.ref)
         self._group = dist.group.WORLD if join_process_group() else None
         self.rollout = None
-        self.trajectories = TrajectoryStore()
+        self.trajectories, self._under_way = TrajectoryStore(), UnderWay()
         self._settled = False
         self._rollout_scope = contextlib.ExitStack()
 
@@ -120,16 +121,21 @@ class DiffusionWorker(Worker):
         priority: int = 0,
     ) -> RolloutOutput:
         """Tokens in, image out. What training needs of it stays here, under the name in `sampling_params["place"]`."""
-        output = await self.rollout.generate(
+        drawing = self.rollout.generate(
             prompt_ids, sampling_params, request_id, image_data, video_data, negative_prompt_ids, priority
         )
+        output = await self._under_way.answer(request_id, drawing)
         place = sampling_params.get("place")
         return output.cpu() if place is None else self.trajectories.keep(place["key"], output)
 
     @ray.method(num_returns=2)
     async def generate_to_ship(self, **request: Any) -> tuple[RolloutOutput, dict[str, torch.Tensor]]:
         """For another rank to train on: (the answer, what training needs of it)."""
-        return in_two_parts(await self.rollout.generate(**request))
+        return in_two_parts(await self._under_way.answer(request["request_id"], self.rollout.generate(**request)))
+
+    async def abort(self, request_id: str) -> bool:
+        """Its `generate` raises `RequestAborted` now. Whether there was such a request."""
+        return self._under_way.abort(request_id)
 
     async def withdraw(self, position: tuple) -> None:
         """A sample of the burst will ask for nothing."""

@@ -64,7 +64,8 @@ class RolloutEngine(ABC):
         negative_prompt_ids: list[int] | None = None,
         priority: int = 0,
     ) -> RolloutOutput:
-        """One sample for one tokenized prompt. Concurrent calls may share forwards.
+        """One sample for one tokenized prompt. Concurrent calls may share forwards. Who no longer wants the answer
+        cancels the call: what has not begun is not drawn, and a batch that nobody waits for ends before its next step.
 
         `priority` above 0 is for guests, who are not to hold up a run: their requests say a `position` in a burst of
         their own, and others have every second batch.

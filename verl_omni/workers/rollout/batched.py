@@ -1,5 +1,6 @@
 """A rollout engine that draws one batch after another: requests share forwards, and weights change between batches."""
 
+import asyncio
 import contextlib
 import threading
 from abc import abstractmethod
@@ -74,7 +75,11 @@ class BatchedRollout(RolloutEngine):
             raise RuntimeError("the rollout engine has been stopped")
         guest = priority > 0
         request = Request(list(prompt_ids), negative_prompt_ids, image_data, dict(sampling_params), guest)
-        return await self.batcher.submit(request, request.kind, sampling_params.get("position"), guest)
+        try:
+            return await self.batcher.submit(request, request.kind, sampling_params.get("position"), guest)
+        except asyncio.CancelledError:
+            request.gone = True
+            raise
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Between two batches."""
@@ -95,9 +100,14 @@ class BatchedRollout(RolloutEngine):
                 self._changes -= 1
                 self._state.notify_all()
 
-    def pause(self) -> None:
+    def hold(self) -> None:
+        """Begin no further batch."""
         with self._state:
             self._paused = True
+
+    def pause(self) -> None:
+        self.hold()
+        with self._state:
             self._state.wait_for(lambda: not self._running)
 
     def resume(self) -> None:

@@ -12,16 +12,22 @@ from omegaconf import DictConfig, OmegaConf
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
 from verl_omni.config import DiffusionActorConfig, DiffusionModelConfig, DiffusionRolloutConfig
+from verl_omni.utils.errors import QueueFull
 from verl_omni.utils.external_lib import import_external_lib
 from verl_omni.workers.engine.module import quiet_loading
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.batched import BatchedRollout
 from verl_omni.workers.rollout.trajectories import in_two_parts
+from verl_omni.workers.rollout.under_way import UnderWay
 from verl_omni.workers.rollout.weights import Name, SentWeights, StoredWeights, from_buckets
 
 if TYPE_CHECKING:
     from verl_omni.workers.rollout.channel import Channel
     from verl_omni.workers.rollout.image_http import ImageHttp
+
+
+# That may wait at a server; whoever comes then is refused.
+WAITING_BATCHES = 8
 
 
 class RolloutServer(ABC):
@@ -38,6 +44,7 @@ class RolloutServer(ABC):
         self.engine: BatchedRollout | None = None
         self._starting, self._has_weights = asyncio.Lock(), asyncio.Event()
         self._in_disorder = was_started_again()
+        self._under_way = UnderWay()
         self._http: ImageHttp | None = None
 
     async def start(self) -> None:
@@ -70,7 +77,7 @@ class RolloutServer(ABC):
         """The engine with the model in it."""
 
     async def generate(self, **request: Any) -> RolloutOutput:
-        """As the engine does (`RolloutEngine.generate`)."""
+        """As the engine does (`RolloutEngine.generate`), unless `abort` comes first."""
         return (await self._answer(**request)).cpu()
 
     @ray.method(num_returns=2)
@@ -79,11 +86,25 @@ class RolloutServer(ABC):
         answer = await self._answer(**request)
         return await asyncio.to_thread(in_two_parts, answer)
 
-    async def _answer(self, *, sampling_params: dict[str, Any], **request: Any) -> RolloutOutput:
+    async def _answer(self, **request: Any) -> RolloutOutput:
+        return await self._under_way.answer(request["request_id"], self._draw(**request))
+
+    async def _draw(self, *, sampling_params: dict[str, Any], **request: Any) -> RolloutOutput:
         await self._has_weights.wait()
+        self.check_room(sampling_params)
         if self._in_disorder:  # the burst was answered in part before this process began: its blocks never fill
             sampling_params = sampling_params | {"position": None}
         return await self.engine.generate(sampling_params=sampling_params, **request)
+
+    def check_room(self, sampling_params: dict[str, Any]) -> None:
+        """Who says a place among others, as a run does, has seen to it that there is one."""
+        most = WAITING_BATCHES * self.config.max_num_seqs
+        if sampling_params.get("position") is None and self.engine.batcher.waiting >= most:
+            raise QueueFull(f"{most} requests wait already at this rollout server: ask again later")
+
+    async def abort(self, request_id: str) -> bool:
+        """Its `generate` raises `RequestAborted` now. Whether there was such a request."""
+        return self._under_way.abort(request_id)
 
     async def begin(self) -> None:
         """Before a rollout: forget what the one before had on the device."""

@@ -21,6 +21,7 @@ from verl_omni.config import (
 from verl_omni.config.knob import MOST_SEED
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.vllm_omni import INSTALL, installed
+from verl_omni.utils.errors import RequestAborted
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.vllm_rollout.server import VllmOmniServer
 
@@ -53,7 +54,7 @@ class vLLMOmniHttpServer(VllmOmniServer):
             os.environ["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices
         rollout, model = filled(config, model_config)
         self.set_up(DiffusionActorConfig(), model, rollout)
-        self.replica_rank = replica_rank
+        self.replica_rank, self._refuses = replica_rank, False
 
     async def launch_server(
         self, master_address: str | None = None, master_port: int | None = None, dp_rpc_port: int | None = None
@@ -89,6 +90,27 @@ class vLLMOmniHttpServer(VllmOmniServer):
             negative_prompt_ids=negative_prompt_ids,
             priority=priority,
         )
+
+    def check_room(self, sampling_params: dict[str, Any]) -> None:
+        if self._refuses:
+            raise RequestAborted("all requests were aborted, and this rollout server takes no others for now")
+        super().check_room(sampling_params)
+
+    async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
+        """As verl asks for it; the second argument is about a cache that denoisers do not have."""
+        return {"aborted": await self.abort(request_id), "request_id": request_id}
+
+    async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
+        """None is drawn before `resume_generation`: those that come meanwhile wait, or are refused."""
+        self.engine.hold()
+        self._refuses = reject_request
+        names = self._under_way.abort_all()
+        await self.pause()
+        return {"aborted_count": len(names), "request_ids": names}
+
+    async def resume_generation(self) -> None:
+        self._refuses = False
+        await self.resume()
 
     async def sleep(self) -> None:
         """The model leaves the device; requests wait."""

@@ -92,6 +92,11 @@ class vLLMOmniReplica(RolloutReplica):
     async def launch_servers(self) -> None:
         await self._launch(num_cpus=1, num_gpus=0 if get_device_name() == "cpu" else 1)
 
+    async def clear_kv_cache(self) -> None:
+        """A denoiser has none."""
+
+    release_kv_cache = resume_kv_cache = clear_kv_cache
+
     async def _launch(self, devices: str = "", **options: Any) -> None:
         server = self.server_class.options(max_concurrency=self.max_concurrency, **options).remote(
             config=self.config,
