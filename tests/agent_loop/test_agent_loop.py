@@ -14,15 +14,13 @@ from tiny_models import tiny_checkpoint
 from verl.protocol import DataProto
 
 from verl_omni.agent_loop.diffusion_agent_loop import (
-    DiffusionAgentLoopManager,
     DiffusionAgentLoopOutput,
     DiffusionAgentLoopWorker,
     DiffusionSingleTurnAgentLoop,
-    assign,
-    join,
     register,
-    side_by_side,
 )
+from verl_omni.agent_loop.manager import DiffusionAgentLoopManager, assign
+from verl_omni.agent_loop.outputs import join, side_by_side
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.data import PromptDataset, create_val_dataloader
 from verl_omni.rewards.image_manager import ImageRewardManager
@@ -297,7 +295,7 @@ def test_nobody_waits_for_scores_in_a_thread():
     """A thread that waits for Ray at the end of the process would keep it from ending."""
     half = DataProto.from_dict(tensors={"x": torch.zeros(2)}, meta_info={"timing": {}})
     worker = Remote(generate_images=lambda batch, name: half, collect_scores=lambda *_: half)
-    tree = OmegaConf.create({"actor_rollout_ref": {"rollout": {"max_num_seqs": 1}}})
+    tree = OmegaConf.create({"actor_rollout_ref": {"hybrid_engine": True, "rollout": {"max_num_seqs": 1}}})
     manager = DiffusionAgentLoopManager(tree, [None], [None], workers=[worker])
     waits = []
     with mock.patch("ray.get", lambda calls: waits.append(threading.current_thread()) or calls):

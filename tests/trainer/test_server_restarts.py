@@ -18,7 +18,8 @@ from omegaconf import OmegaConf
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from tiny_models import tiny_checkpoint
 
-from verl_omni.agent_loop.diffusion_agent_loop import SampleEngine
+from verl_omni.agent_loop.routing import Block
+from verl_omni.agent_loop.sample_engine import SampleEngine
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.report.timeline import Timeline
 from verl_omni.trainer.diffusion.rollouts import ServerRollouts, Weights
@@ -36,6 +37,7 @@ class Engine:
 
     def __init__(self, folder):
         self.folder, self.weights, self.version, self.waiting = folder, None, None, []
+        self.batcher = SimpleNamespace(waiting=0)
 
     def begin(self) -> None: ...
 
@@ -107,6 +109,10 @@ def drawn_for_a_guest(address: str, folder: Path) -> int:
     return answer.json()["version"]
 
 
+def ask(engine: SampleEngine, seed: int):
+    return engine.generate.remote(sampling_params={"seed": seed}, request_id=str(seed))
+
+
 def test_a_server_dies_in_a_rollout(server, tmp_path, capsys):
     """Of a block of two samples, one was answered before: the other is drawn again, with the same weights."""
     trained = SimpleNamespace(publish_weights=lambda policy, version: [store_in_buckets([("w", torch.ones(40_000))])])
@@ -118,8 +124,9 @@ def test_a_server_dies_in_a_rollout(server, tmp_path, capsys):
     assert version(address) is None
     rollouts.begin("current", 7)
     assert drawn_for_a_guest(address, tmp_path) == 7
-    engines = [SampleEngine(server, {"position": (i, 2), "place": {"key": f"e/{i}", "ship": True}}) for i in (0, 1)]
-    first, second = [start(one.generate.remote(sampling_params={"seed": i})) for i, one in enumerate(engines)]
+    rows = [{"position": (i, 2), "place": {"key": f"e/{i}", "ship": True}} for i in (0, 1)]
+    engines = [SampleEngine([server], Block(0, 2), row) for row in rows]
+    first, second = [start(ask(one, seed)) for seed, one in enumerate(engines)]
     wait_until(lambda: (tmp_path / "asked 1").exists())
     (tmp_path / "go on 0").touch()
     answers = [first.result(60)]
@@ -135,7 +142,7 @@ def test_a_server_dies_in_a_rollout(server, tmp_path, capsys):
     wait_until(lambda: answers_at(address))
     assert drawn_for_a_guest(address, tmp_path) == 7
 
-    third = start(engines[0].generate.remote(sampling_params={"seed": 2}))
+    third = start(ask(engines[0], 2))
     wait_until(lambda: (tmp_path / "asked 2").exists())
     os.kill(ray.get(server.pid.remote()), signal.SIGKILL)
     with pytest.raises(ActorDiedError):
@@ -205,15 +212,15 @@ def test_a_sample_that_is_asked_for_again_has_no_place_in_the_burst(monkeypatch)
     monkeypatch.setattr(actors, "PAUSE_SECONDS", 0)
     positions = []
 
-    async def generate(*, sampling_params):
+    async def generate(*, sampling_params, request_id):
         positions.append(sampling_params.get("position"))
         if len(positions) < 3:
             raise ActorUnavailableError("away", b"0" * 16)
         return RolloutOutput("text")
 
     server = SimpleNamespace(generate=SimpleNamespace(remote=generate))
-    engine = SampleEngine(server, {"position": (0, 2)})
-    asyncio.run(engine.generate.remote(sampling_params={"seed": 1}))
+    engine = SampleEngine([server], Block(0, 2), {"position": (0, 2)})
+    asyncio.run(ask(engine, 1))
     assert positions == [(0, 2), None, None]
 
 

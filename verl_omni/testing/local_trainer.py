@@ -15,12 +15,8 @@ from omegaconf import DictConfig
 from verl.protocol import DataProto
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
-from verl_omni.agent_loop.diffusion_agent_loop import (
-    DiffusionAgentLoopManager,
-    DiffusionAgentLoopWorker,
-    Drawn,
-    assign,
-)
+from verl_omni.agent_loop.diffusion_agent_loop import DiffusionAgentLoopWorker
+from verl_omni.agent_loop.manager import DiffusionAgentLoopManager, Drawn, assign
 from verl_omni.config.keys import with_plus
 from verl_omni.data.loading import load_datasets
 from verl_omni.rewards.reward_loop import RewardLoopWorker
@@ -144,6 +140,7 @@ class _LocalTrajectories(TrajectoryStore):
 class _LocalAgentLoops(DiffusionAgentLoopManager):
     def start_images(self, batch: DataProto, images_to: dict[int, str] | None = None) -> Callable[[], Drawn]:
         name, (worker,) = uuid.uuid4().hex, self.workers
+        batch.meta_info["any_server"] = self.any_server
         assign(batch, self.num_servers, 1, self.max_num_seqs, name)
         drawing = start(worker.generate_images.remote(batch, name))
 

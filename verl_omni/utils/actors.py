@@ -7,17 +7,23 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
+from verl_omni.utils.errors import QueueFull
+
 T = TypeVar("T")
-PAUSE_SECONDS = 0.5  # between two questions to an actor that is being started
+PAUSE_SECONDS = 0.5  # between two questions to an actor that is being started, or has no room
 
 
-async def asked_until_back(ask: Callable[[], Awaitable[T]]) -> T:
-    """The answer of an actor that Ray starts again when it dies. `ActorDiedError`: it will not come back."""
+async def asked_until_back(ask: Callable[[], Awaitable[T]], elsewhere: Callable[[], bool] = lambda: False) -> T:
+    """The answer of an actor that Ray starts again when it dies, or has no room now. `ActorDiedError`: it will not come
+    back. `elsewhere` says whether `ask` will ask another one."""
     while True:
         try:
             return await ask()
-        except ActorUnavailableError:
+        except QueueFull:
             await asyncio.sleep(PAUSE_SECONDS)
+        except ActorUnavailableError:
+            if not elsewhere():
+                await asyncio.sleep(PAUSE_SECONDS)
 
 
 async def watch(name: str, actor: Any, came_back: Callable[[], Awaitable[None]]) -> None:

@@ -18,7 +18,8 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, Res
 from verl.trainer.ppo.utils import Role
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
-from verl_omni.agent_loop.diffusion_agent_loop import DiffusionAgentLoopManager, side_by_side
+from verl_omni.agent_loop.manager import DiffusionAgentLoopManager
+from verl_omni.agent_loop.outputs import side_by_side
 from verl_omni.algorithms.registry import get_algorithm
 from verl_omni.data.prompt_loader import create_dataloader, create_val_dataloader, steps_for_epochs
 from verl_omni.pipelines.settings import validation_sampling

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.protocol import DataProto
 
-from verl_omni.agent_loop.diffusion_agent_loop import join
+from verl_omni.agent_loop.outputs import join
 from verl_omni.report.tracking import JsonLines
 from verl_omni.trainer.diffusion.experience import Experience, new_experience, places
 from verl_omni.trainer.diffusion.group_queue import Group, GroupQueue
