@@ -73,10 +73,10 @@ def trained_weights(config: Any, folder: Path) -> dict[str, Any]:
     import torch
     from omegaconf import OmegaConf
 
-    from verl_omni.workers.rollout.vllm_rollout.loading import FolderWeights, trained_names
+    from verl_omni.workers.rollout.vllm_rollout.loading import FolderWeights, trained_and_frozen
 
     model_config = OmegaConf.to_object(config.actor_rollout_ref.model)
-    names = trained_names(model_config, ["transformer"])
+    names, _ = trained_and_frozen(model_config, ["transformer"])
     if not model_config.lora_rank:
         stored = FolderWeights(folder / "transformer")
         return {own: stored.read(own) for own in (name.removeprefix("transformer.") for name in names)}
@@ -145,7 +145,7 @@ def replay(name: str, folder: Path, full: bool) -> dict[str, dict[str, float]]:
     from safetensors.torch import load_file
 
     from verl_omni.workers.engine.registry import engine_class
-    from verl_omni.workers.rollout.diffusers_rollout import load_trained
+    from verl_omni.workers.rollout.diffusers_rollout import copy_all
 
     config = configured(name, folder, full)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
@@ -155,7 +155,7 @@ def replay(name: str, folder: Path, full: bool) -> dict[str, dict[str, float]]:
     engine = cls(model_config, cls.settings(actor), actor.optim, actor.checkpoint)
     engine.initialize()
     engine.micro_batch_size = 2
-    load_trained(engine.module, trained_weights(config, folder).items())
+    copy_all(trained_weights(config, folder).items(), engine.parameters, "not trained")
     found = {}
     for drawn in [name for name in ENGINES if (folder / f"{name}.safetensors").exists()]:
         data = load_file(folder / f"{drawn}.safetensors")

@@ -41,7 +41,7 @@ class Engine:
 
     def begin(self) -> None: ...
 
-    def update_weights(self, weights, version):
+    def update_weights(self, weights, version, peft_config, base_sync_done):
         self.weights, self.version = dict(weights), version
 
     async def generate(self, *, sampling_params, priority=0, **_):

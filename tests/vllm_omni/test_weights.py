@@ -43,6 +43,46 @@ def test_every_update_arrives(trained):
         before = mine
 
 
+def test_frozen_weights_that_are_not_the_folders_go_first(trained):
+    """With LoRA. They are drawn with once their adapter has come, and later adapters are added to them."""
+    row, training, engine = trained
+    if not training.model_config.lora_rank:
+        assert training.get_per_tensor_param(base_sync_done=False)[1] is None
+        return
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in training.module.named_parameters():
+            if name not in training.parameters:
+                parameter.mul_(1 + 0.02 * torch.randn(parameter.shape, generator=generator))
+    folder, before = engine.weights.folder, engine.version
+    first = ask(row, engine, training.model_config, PROMPTS[:1], cfg=False)[0]
+    base, peft_config = training.get_per_tensor_param(base_sync_done=False)
+    base = dict(base)
+    assert not any("lora" in name or "base_layer" in name for name in base)
+    engine.update_weights(base.items(), 20, peft_config, base_sync_done=False)
+    again = ask(row, engine, training.model_config, PROMPTS[:1], cfg=False)[0]
+    assert again.version == before and torch.equal(again.image, first.image), "half of an update is no policy"
+    for version in (21, 22):
+        engine.update_weights(move(training, version).items(), version, peft_config)
+        mine = ask(row, engine, training.model_config, PROMPTS, cfg=False)
+        theirs = ask(row, rollout(training.model_config, training.module), training.model_config, PROMPTS, cfg=False)
+        for one, other in zip(mine, theirs, strict=True):
+            assert_same(one, other)
+            assert one.version == version
+    engine.update_weights(list(base.items())[1:], 23, peft_config, base_sync_done=False)
+    with pytest.raises(KeyError, match=f"1 of {len(base)} weights did not arrive"):
+        engine.update_weights(move(training, 23).items(), 23, peft_config)
+    engine._base, engine.weights.folder = None, folder
+
+
+def test_an_adapter_of_another_alpha_is_refused(trained):
+    _, training, engine = trained
+    weights, peft_config = training.get_per_tensor_param()
+    if peft_config is not None:
+        with pytest.raises(ValueError, match="rank 4 with alpha 16, and the rollout's model has rank 4 with alpha 8"):
+            engine.update_weights(weights, 30, peft_config | {"lora_alpha": 16})
+
+
 def test_a_part_of_an_update_is_an_error(trained):
     row, training, engine = trained
     version, weights = engine.version, move(training, 9)

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import dataclasses
 import functools
 import threading
 import time
@@ -21,6 +22,7 @@ from verl_omni.config import (
 )
 from verl_omni.pipelines.drawing import equal_parts
 from verl_omni.pipelines.qwen_image import QwenImage
+from verl_omni.workers.engine.lora import add_lora, base_name
 from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
 
 STEPS = 4
@@ -249,6 +251,33 @@ def test_answers_name_the_weights_that_made_them():
     with pytest.raises(KeyError, match=f"1 of {len(new)} weights did not arrive"):
         engine.update_weights(missing, 6)
     assert engine.version == 5
+
+
+def test_frozen_weights_that_are_not_the_folders_wait_for_their_adapter():
+    config = dataclasses.replace(model_config(), lora_rank=4, lora_alpha=8)
+    trained, drawing = (QwenImage.load_module(config, torch.float32).eval() for _ in range(2))
+    for module in (trained, drawing):
+        add_lora({"transformer": module}, config, QwenImage)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.copy_(parameter * 1.1 + 0.01)
+    named = [(base_name(name), parameter) for name, parameter in trained.named_parameters()]
+    frozen, adapter = ([(n, p.detach()) for n, p in named if p.requires_grad is grad] for grad in (False, True))
+    peft_config = trained.peft_config["default"].to_dict()
+    engine = DiffusersRollout(DiffusionRolloutConfig(), config, drawing, torch.device("cpu"), torch.float32)
+    (before,) = generate(engine, [(PROMPTS[0], 1)])
+    engine.update_weights(frozen, 1, peft_config, base_sync_done=False)
+    (between,) = generate(engine, [(PROMPTS[0], 1)])
+    assert between.version == 0 and torch.equal(between.image, before.image)
+    engine.update_weights(adapter, 1, peft_config)
+    (after,) = generate(engine, [(PROMPTS[0], 1)])
+    engine.module = trained
+    (expected,) = generate(engine, [(PROMPTS[0], 1)])
+    assert after.version == 1
+    assert_same(after, expected)
+    assert not torch.equal(after.trajectory["final_latents"], before.trajectory["final_latents"])
+    with pytest.raises(ValueError, match="rank 4 with alpha 16, and the rollout's model has rank 4 with alpha 8"):
+        engine.update_weights(adapter, 2, peft_config | {"lora_alpha": 16})
 
 
 def test_a_paused_engine_begins_nothing_and_a_stopped_one_says_so():

@@ -50,7 +50,7 @@ class Server(DiffusersServer):
     """In this process. Its weights are handed over, and it starts with those of the model's folder, as version 7."""
 
     def unpack(self, stored):
-        return stored
+        return stored, None, True
 
     def own_weights(self):
         return [(name, p.detach().clone()) for name, p in self.engine.module.named_parameters() if p.requires_grad]

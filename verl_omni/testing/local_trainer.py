@@ -128,8 +128,8 @@ class _LocalServer(DiffusersServer):
 
         return part(lambda output: by_reference(output, None)), asyncio.ensure_future(part(large_part))
 
-    def unpack(self, stored: dict[str, torch.Tensor]) -> Iterable[tuple[str, torch.Tensor]]:
-        return stored.items()
+    def unpack(self, stored: dict[str, torch.Tensor]) -> tuple[Iterable[tuple[str, torch.Tensor]], None, bool]:
+        return stored.items(), None, True
 
 
 class _LocalTrajectories(TrajectoryStore):

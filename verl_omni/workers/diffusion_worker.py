@@ -147,11 +147,17 @@ class DiffusionWorker(Worker):
         self.trajectories.release(*experiences)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def publish_weights(self, policy: str, version: int) -> StoredWeights:
-        """The trained weights of a policy in Ray's object store. All ranks take part, the first has the references."""
+    def publish_weights(self, policy: str, version: int, base_sync_done: bool = True) -> StoredWeights:
+        """The trained weights of a policy in Ray's object store. All ranks take part, the first has the references.
+
+        With LoRA that is the adapter; the frozen weights below it with `base_sync_done` false.
+        """
         self.remember(policy, version)
         with self.engine.eval_mode(), self.engine.policy(policy):
-            return store_in_buckets(self.engine.get_per_tensor_param()[0], keep=dist.get_rank() == 0)
+            weights, peft_config = self.engine.get_per_tensor_param(base_sync_done)
+            return store_in_buckets(
+                weights, dist.get_rank() == 0, peft_config=peft_config, base_sync_done=base_sync_done
+            )
 
     def remember(self, policy: str, version: int) -> None:
         """Servers are going to draw with it. A loss that compares with whoever drew may come to it steps later."""
@@ -162,11 +168,12 @@ class DiffusionWorker(Worker):
     async def execute_checkpoint_engine(self, method: str, **kwargs: Any) -> Any:
         return getattr(self.channel.engine, method)(**kwargs)
 
-    async def send_weights(self, name: Name) -> SentWeights:
-        """The trained weights of a policy to all rollout servers, which receive them now. All ranks take part."""
+    async def send_weights(self, name: Name, base_sync_done: bool = True) -> SentWeights:
+        """The same to all rollout servers, which receive them now. All ranks take part."""
         self.remember(*name)
         with self.engine.eval_mode(), self.engine.policy(name[0]):
-            return await self.channel.send(self.engine.get_per_tensor_param()[0], name)
+            weights, peft_config = self.engine.get_per_tensor_param(base_sync_done)
+            return await self.channel.send(weights, name, peft_config=peft_config, base_sync_done=base_sync_done)
 
     @functools.cached_property
     def channel(self) -> "Channel":

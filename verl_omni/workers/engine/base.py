@@ -29,7 +29,7 @@ from verl_omni.workers.engine.compile.attention import attention_choice
 from verl_omni.workers.engine.compile.blocks import compile_blocks
 from verl_omni.workers.engine.compile.compile_ahead import compile_ahead
 from verl_omni.workers.engine.compile.fused_gelu import fuse_gelu
-from verl_omni.workers.engine.lora import FoldedLora
+from verl_omni.workers.engine.lora import FoldedLora, base_name
 from verl_omni.workers.engine.metrics import accumulate, and_last, is_maximum
 from verl_omni.workers.engine.module import autocast, build_module, on_gpu, resolve_dtypes
 from verl_omni.workers.engine.optimizer import build_optimizer
@@ -106,14 +106,10 @@ class DiffusionEngine(BaseEngine):
 
     def initialize(self) -> None:
         """Build the module, shard it, and make the optimizer and the learning-rate schedule."""
-        attention, why = attention_choice(
-            self.engine_config.attention_backend, self.adapter, self.device, self.dtype
-        )
+        attention, why = attention_choice(self.engine_config.attention_backend, self.adapter, self.device, self.dtype)
         if self.device.type != "cpu" and dist.get_rank() == 0:
             print(f"Attention: {attention or 'native'} ({why}).", flush=True)
-        self.module, self.parts = build_module(
-            self.model_config, self.engine_config.seed, self.model_dtype, attention
-        )
+        self.module, self.parts = build_module(self.model_config, self.engine_config.seed, self.model_dtype, attention)
         self.module.to(self.device)
         self.host = HostMemory()
         self.sharded = dist.get_world_size() > 1
@@ -403,11 +399,21 @@ class DiffusionEngine(BaseEngine):
         stacked = torch.stack(gathered)
         return {n: (stacked[:, i].max() if is_maximum(n) else stacked[:, i].mean()).item() for i, n in enumerate(names)}
 
-    def get_per_tensor_param(self, **kwargs) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
-        """(the trained weights by name, each gathered from all ranks; no peft config: names are the module's own)."""
+    def get_per_tensor_param(
+        self, base_sync_done: bool = True, **kwargs
+    ) -> tuple[Iterator[tuple[str, torch.Tensor]], dict[str, Any] | None]:
+        """(weights by the module's own names, each gathered from all ranks; with LoRA, what peft knows of the adapter).
+
+        These are the trained weights: of a LoRA the adapter, unless the frozen weights below it have to go first.
+        """
         self.settle()
-        whole = ((n, p.full_tensor() if hasattr(p, "full_tensor") else p) for n, p in self.parameters.items())
-        return ((name, tensor.detach()) for name, tensor in whole), None
+        named, peft_config = self.parameters, None
+        if self.model_config.lora_rank:
+            peft_config = next(iter(self.parts.values())).peft_config["default"].to_dict()
+        if peft_config is not None and not base_sync_done:
+            named = {base_name(n): p for n, p in self.module.named_parameters() if n not in self.parameters}
+        whole = ((n, p.full_tensor() if hasattr(p, "full_tensor") else p) for n, p in named.items())
+        return ((name, tensor.detach()) for name, tensor in whole), peft_config
 
     # ---- data parallelism and checkpoints ------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """LoRA: adapters on the trained modules, and their product folded into the weights for passes without a gradient."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -29,6 +30,23 @@ def add_lora(
                 parameter.data = parameter.data.float()
         for layer in lora_layers([part]):
             layer.cast_input_dtype_enabled = False  # autocast and FSDP choose the dtype of the computation
+
+
+def check_same_lora(peft_config: dict[str, Any] | None, model_config: DiffusionModelConfig) -> None:
+    """An adapter that was trained with another alpha would be added in another measure, without a word."""
+    if peft_config is None:
+        return
+    sent, own = (peft_config["r"], peft_config["lora_alpha"]), (model_config.lora_rank, model_config.lora_alpha)
+    if sent != own:
+        raise ValueError(
+            f"the weights are a LoRA of rank {sent[0]} with alpha {sent[1]}, and the rollout's model has rank {own[0]} "
+            f"with alpha {own[1]}: give both the same actor_rollout_ref.model.lora_rank and lora_alpha"
+        )
+
+
+def base_name(name: str) -> str:
+    """Of a frozen weight, as it is called without an adapter beside it."""
+    return name.replace(".base_layer.", ".")
 
 
 def lora_layers(parts: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:

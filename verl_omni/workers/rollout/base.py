@@ -72,8 +72,18 @@ class RolloutEngine(ABC):
         """
 
     @abstractmethod
-    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Take new weights, all that are trained, by the training module's names. Requests that run end on the old."""
+    def update_weights(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        peft_config: dict[str, Any] | None = None,
+        base_sync_done: bool = True,
+    ) -> None:
+        """Take new weights, all that are trained, by the training module's names. Requests that run end on the old.
+
+        With LoRA that is the adapter, of which `peft_config` says what peft knows. Its frozen weights are those of the
+        model's folder, unless others came before it, with `peft_config` and `base_sync_done` false.
+        """
 
     @abstractmethod
     def pause(self) -> None:

@@ -13,6 +13,7 @@ from verl_omni.config import DiffusionModelConfig, DiffusionRolloutConfig
 from verl_omni.pipelines.drawing import Request, Sample
 from verl_omni.utils.batcher import Batcher
 from verl_omni.workers.engine.base import DiffusionEngine
+from verl_omni.workers.engine.lora import check_same_lora
 from verl_omni.workers.rollout.base import RolloutEngine, RolloutOutput
 
 
@@ -20,11 +21,12 @@ class BatchedRollout(RolloutEngine):
     #: in a training worker: whether it draws with weights of its own, not with the ones that are trained
     has_a_copy: bool = False
 
-    def __init__(self, config: DiffusionRolloutConfig):
-        self.config = config
+    def __init__(self, config: DiffusionRolloutConfig, model_config: DiffusionModelConfig):
+        self.config, self.model_config = config, model_config
         self.batcher = Batcher(self.run_batch, config.max_num_seqs, config.request_batch_max_wait_ms / 1000)
         self._running, self._paused, self._stopped = False, False, False
         self._changes = 0  # of weights and the like that are under way
+        self._base: list[tuple[str, torch.Tensor]] | None = None  # frozen weights that wait for their adapter
         self._state = threading.Condition()
 
     @classmethod
@@ -51,6 +53,10 @@ class BatchedRollout(RolloutEngine):
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Take all of these weights, or raise: half of an update is no policy. Nothing is drawn meanwhile."""
+
+    @abstractmethod
+    def load_base(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        """Likewise, the frozen weights below a LoRA. Its adapter comes before anything is drawn."""
 
     def begin(self) -> None:
         """Before a rollout. A guest may be looking on: what belongs to a rollout changes between two batches."""
@@ -81,9 +87,22 @@ class BatchedRollout(RolloutEngine):
             request.gone = True
             raise
 
-    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Between two batches."""
+    def update_weights(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        peft_config: dict[str, Any] | None = None,
+        base_sync_done: bool = True,
+    ) -> None:
+        """Between two batches. Frozen weights are taken together with the adapter that comes after them."""
+        check_same_lora(peft_config, self.model_config)
+        if peft_config is not None and not base_sync_done:
+            self._base = [(name, tensor.to("cpu", copy=True)) for name, tensor in weights]
+            return
         with self.between_batches():
+            if self._base is not None:
+                self.load_base(self._base)
+                self._base = None
             self.load_weights(weights, version)
             self.version = version
 

@@ -22,10 +22,11 @@ class Channel:
         )
         self._received: dict[Name, list[tuple[str, torch.Tensor]]] = {}
 
-    async def send(self, weights: Iterable[tuple[str, torch.Tensor]], name: Name) -> SentWeights:
+    async def send(self, weights: Iterable[tuple[str, torch.Tensor]], name: Name, **more: Any) -> SentWeights:
+        """`more` is said of them."""
         total = Sum()
         await self.engine.send_weights(total.over(weights), global_steps=name[1])
-        return SentWeights(name, total.count, total.checksum)
+        return SentWeights(name=name, count=total.count, checksum=total.checksum, **more)
 
     async def receive(self, name: Name) -> None:
         """Into CPU memory, where the weights stay until they are taken. Those of the update before stay too: a server

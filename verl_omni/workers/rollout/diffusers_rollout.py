@@ -17,9 +17,11 @@ from verl_omni.pipelines.drawing import Drawer, Request, equal_parts
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.single_frame_vae import speed_up_single_frames
 from verl_omni.workers.engine.base import DiffusionEngine
+from verl_omni.workers.engine.lora import base_name
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.batched import BatchedRollout, answer
 from verl_omni.workers.rollout.encoders import Encoders
+from verl_omni.workers.rollout.weights import checked
 
 
 class DiffusersRollout(Drawer, BatchedRollout):
@@ -39,7 +41,7 @@ class DiffusersRollout(Drawer, BatchedRollout):
         Drawer.__init__(
             self, model_config, pipe, module, device, autocast, config.cfg_in_one_forward, prompt_cache_size, parts
         )
-        BatchedRollout.__init__(self, config)
+        BatchedRollout.__init__(self, config, model_config)
         speed_up_single_frames(pipe.vae)
         image_vae_on_gpu = device.type == "cuda" and all(p.ndim <= 4 for p in pipe.vae.parameters())
         if image_vae_on_gpu:
@@ -77,7 +79,12 @@ class DiffusersRollout(Drawer, BatchedRollout):
             yield
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        load_trained(self.module, weights)
+        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        copy_all(weights, trained, "no trained parameter of the rollout's model")
+
+    def load_base(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        frozen = {base_name(name): p for name, p in self.module.named_parameters() if not p.requires_grad}
+        copy_all(weights, frozen, "no frozen parameter of the rollout's model")
 
     @names_memory_knobs("rollout")
     def draw_batch(self, requests: list[Request]) -> list[RolloutOutput]:
@@ -117,14 +124,7 @@ class DiffusersRollout(Drawer, BatchedRollout):
 
 
 @torch.no_grad()
-def load_trained(module: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy weights into the parameters of that name; every trained one, no other."""
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    missing = dict.fromkeys(trained)
-    for name, tensor in weights:
-        if name not in trained:
-            raise KeyError(f"weights for {name}, which is no trained parameter of the rollout's model")
-        trained[name].copy_(tensor.to(trained[name].device))  # first, for a GPU rounds faster than a CPU
-        missing.pop(name, None)
-    if missing:
-        raise KeyError(f"{len(missing)} of {len(trained)} weights did not arrive, such as {next(iter(missing))}")
+def copy_all(weights: Iterable[tuple[str, torch.Tensor]], into: dict[str, torch.nn.Parameter], stranger: str) -> None:
+    """Copy weights into the parameters of that name; every one of them, no other."""
+    for name, tensor in checked(weights, into, stranger):
+        into[name].copy_(tensor.to(into[name].device))  # first, for a GPU rounds faster than a CPU

@@ -119,11 +119,17 @@ class RolloutServer(ABC):
     async def update_weights(self, stored: StoredWeights | SentWeights, version: int) -> None:
         """Weights that were stored or received. Requests that run finish on the old ones and say so."""
         await self.start()
-        await asyncio.to_thread(self.engine.update_weights, self.unpack(stored), version)
-        self._has_weights.set()
+        weights, peft_config, base_sync_done = self.unpack(stored)
+        await asyncio.to_thread(self.engine.update_weights, weights, version, peft_config, base_sync_done)
+        if peft_config is None or base_sync_done:
+            self._has_weights.set()
 
-    def unpack(self, stored: StoredWeights | SentWeights) -> Iterable[tuple[str, torch.Tensor]]:
-        return from_buckets(stored) if isinstance(stored, StoredWeights) else self.channel.take(stored)
+    def unpack(
+        self, stored: StoredWeights | SentWeights
+    ) -> tuple[Iterable[tuple[str, torch.Tensor]], dict[str, Any] | None, bool]:
+        """(weights, peft_config, base_sync_done), as the engine takes them."""
+        weights = from_buckets(stored) if isinstance(stored, StoredWeights) else self.channel.take(stored)
+        return weights, stored.peft_config, stored.base_sync_done
 
     async def execute_checkpoint_engine(self, method: str, **kwargs: Any) -> Any:
         return await asyncio.to_thread(getattr(self.channel.engine, method), **kwargs)

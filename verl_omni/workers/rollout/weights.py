@@ -1,8 +1,9 @@
 """Weights on their way from the training ranks to rollout engines in other processes."""
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 import torch
@@ -10,41 +11,50 @@ import torch
 BUCKET_BYTES = 2**28
 
 
-@dataclass(frozen=True)
-class StoredWeights:
-    """Where they lie, and what has to come out: how many tensors, and the checksum of their names and bytes."""
+@dataclass(frozen=True, kw_only=True)
+class OnTheirWay:
+    """What has to come out: how many tensors, and the checksum of their names and bytes. The rest is as
+    `RolloutEngine.update_weights` takes it."""
 
-    buckets: list[ray.ObjectRef]
     count: int
     checksum: int
+    peft_config: dict[str, Any] | None = None
+    base_sync_done: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredWeights(OnTheirWay):
+    """And where they lie."""
+
+    buckets: list[ray.ObjectRef]
 
 
 Name = tuple[str, int]  # a policy, and how many training steps its weights have seen
 
 
-@dataclass(frozen=True)
-class SentWeights:
-    """What servers have received with a checkpoint engine, and what has to come out."""
+@dataclass(frozen=True, kw_only=True)
+class SentWeights(OnTheirWay):
+    """Servers have received them with a checkpoint engine."""
 
     name: Name
-    count: int
-    checksum: int
 
 
-def store_in_buckets(weights: Iterable[tuple[str, torch.Tensor]], keep: bool = True) -> StoredWeights:
-    """Objects of up to BUCKET_BYTES (a larger tensor is alone). `keep` false: only take part in gathering them."""
+def store_in_buckets(weights: Iterable[tuple[str, torch.Tensor]], keep: bool = True, **more: Any) -> StoredWeights:
+    """Objects of up to BUCKET_BYTES (a larger tensor is alone). `keep` false: only take part in gathering them. `more`
+    is said of them."""
     stored, bucket, size, total = [], {}, 0, Sum()
     if not keep:
         for _ in weights:
             pass
-        return StoredWeights([], 0, 0)
+        return StoredWeights(buckets=[], count=0, checksum=0)
     for name, tensor in total.over((name, tensor.detach().cpu().clone()) for name, tensor in weights):
         if bucket and size + tensor.nbytes > BUCKET_BYTES:
             stored.append(ray.put(bucket))
             bucket, size = {}, 0
         bucket[name] = tensor
         size += tensor.nbytes
-    return StoredWeights([*stored, ray.put(bucket)] if bucket else stored, total.count, total.checksum)
+    buckets = [*stored, ray.put(bucket)] if bucket else stored
+    return StoredWeights(buckets=buckets, count=total.count, checksum=total.checksum, **more)
 
 
 def from_buckets(stored: StoredWeights) -> Iterator[tuple[str, torch.Tensor]]:
@@ -53,6 +63,20 @@ def from_buckets(stored: StoredWeights) -> Iterator[tuple[str, torch.Tensor]]:
     for reference in stored.buckets:
         yield from total.over(ray.get(reference).items())
     total.check(stored.count, stored.checksum)
+
+
+def checked(
+    weights: Iterable[tuple[str, torch.Tensor]], expected: Collection[str], stranger: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same, and an error where one is not expected (`stranger` says what it is) or one does not come."""
+    missing = dict.fromkeys(expected)
+    for name, tensor in weights:
+        if name not in expected:
+            raise KeyError(f"weights for {name}, which is {stranger}")
+        missing.pop(name, None)
+        yield name, tensor
+    if missing:
+        raise KeyError(f"{len(missing)} of {len(expected)} weights did not arrive, such as {next(iter(missing))}")
 
 
 class Sum:

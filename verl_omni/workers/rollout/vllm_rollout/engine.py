@@ -39,7 +39,7 @@ class VllmOmniRollout(BatchedRollout):
         prompt_cache_size: int = 4096,
         decode_batch_size: int = 16,
     ):
-        super().__init__(config)
+        super().__init__(config, model_config)
         self.engine = build_engine(config, model_config, dtype, compiled)
         pipeline = self.engine.pipeline
         for name in pipeline._encoder_modules:
@@ -82,7 +82,8 @@ class VllmOmniRollout(BatchedRollout):
             if self._held != (policy, version):
                 self._held = None  # neither, where it fails halfway
                 with self._counted("weights"), training.eval_mode(), training.policy(policy):
-                    self.update_weights(training.get_per_tensor_param()[0], version)
+                    weights, peft_config = training.get_per_tensor_param()
+                    self.update_weights(weights, version, peft_config)
                 self._held = (policy, version)
             yield
         finally:
@@ -114,6 +115,9 @@ class VllmOmniRollout(BatchedRollout):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self.weights.load(weights)
+
+    def load_base(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        self.weights.load_base(weights)
 
     @names_memory_knobs("rollout with vLLM-Omni")
     def draw_batch(self, requests: list[Request]) -> list[RolloutOutput]:

@@ -14,7 +14,8 @@ from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.utils import read_component_config
 from verl_omni.utils.json_files import read_object
-from verl_omni.workers.engine.lora import add_lora
+from verl_omni.workers.engine.lora import add_lora, base_name
+from verl_omni.workers.rollout.weights import checked
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 READERS = 8
@@ -31,27 +32,27 @@ class TrainedWeights:
         self.pipeline, self.model_config = pipeline, model_config
         parts = DiffusionModelBase.get_class(model_config).trained_modules(pipeline.as_diffusers(model_config))
         self.lead = "" if len(parts) > 1 else f"{next(iter(parts))}."  # where there are several, names begin with them
-        self.expected = trained_names(model_config, list(parts))
-        self.folder = {part: FolderWeights(Path(model_config.path).expanduser() / part) for part in parts}
+        self.expected, self.frozen = trained_and_frozen(model_config, list(parts))
+        self.folder: dict[str, FolderWeights | HeldWeights] = {
+            part: FolderWeights(Path(model_config.path).expanduser() / part) for part in parts
+        }
         self.device = next(pipeline.transformer.parameters()).device
         self._taken: set[str] = set()
 
     @torch.no_grad()
     def load(self, weights: Weights) -> None:
-        named = self._checked((f"{self.lead}{name}", tensor) for name, tensor in weights)
+        named = checked(self._led(weights), self.expected, "no trained parameter of the rollout's model")
         self.pipeline.load_weights(self._known(self._folded(named) if self.model_config.lora_rank else named))
 
-    def _checked(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-        missing = dict.fromkeys(self.expected)
-        for name, tensor in weights:
-            if name not in self.expected:
-                raise KeyError(f"weights for {name}, which is no trained parameter of the rollout's model")
-            missing.pop(name, None)
-            yield name, tensor
-        if missing:
-            raise KeyError(
-                f"{len(missing)} of {len(self.expected)} weights did not arrive, such as {next(iter(missing))}"
-            )
+    @torch.no_grad()
+    def load_base(self, weights: Weights) -> None:
+        """Frozen weights in the place of the folder's own. They stay in CPU memory: adapters are added to them."""
+        held = dict(checked(self._led(weights), self.frozen, "no frozen parameter of the rollout's model"))
+        self.pipeline.load_weights(self._known(held.items()))
+        self.folder = {part: HeldWeights(held, part) for part in self.folder}
+
+    def _led(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((f"{self.lead}{name}", tensor) for name, tensor in weights)
 
     def _folded(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         """W + alpha/rank B A."""
@@ -83,8 +84,12 @@ class TrainedWeights:
                 raise KeyError(f"{type(self.pipeline).__name__} of vLLM-Omni has no place for the weights {name}")
 
 
-def trained_names(model_config: DiffusionModelConfig, parts: list[str]) -> dict[str, torch.nn.Parameter]:
-    """What training sends, each with the part that it belongs to in front. Builds the modules without weights."""
+Named = dict[str, torch.nn.Parameter]
+
+
+def trained_and_frozen(model_config: DiffusionModelConfig, parts: list[str]) -> tuple[Named, Named]:
+    """(what training sends, what lies frozen below a LoRA), names with the part that they belong to in front. Builds
+    the modules without weights."""
     import diffusers
 
     modules = {}
@@ -94,8 +99,9 @@ def trained_names(model_config: DiffusionModelConfig, parts: list[str]) -> dict[
             modules[part] = getattr(diffusers, config["_class_name"]).from_config(dict(config))
             if model_config.lora_rank:
                 add_lora({part: modules[part]}, model_config, DiffusionModelBase.get_class(model_config))
-    named = ((f"{part}.{name}", p) for part, module in modules.items() for name, p in module.named_parameters())
-    return {name: parameter for name, parameter in named if parameter.requires_grad}
+    named = [(f"{part}.{name}", p) for part, module in modules.items() for name, p in module.named_parameters()]
+    frozen = {base_name(name): parameter for name, parameter in named if not parameter.requires_grad}
+    return {name: parameter for name, parameter in named if parameter.requires_grad}, frozen
 
 
 class FolderWeights:
@@ -112,6 +118,16 @@ class FolderWeights:
     @functools.cache  # noqa: B019  (as long as the engine; opening one reads the names of all its tensors)
     def _opened(self, file: str) -> Any:
         return safe_open(self.folder / file, "pt")
+
+
+class HeldWeights:
+    """The same, of weights that were sent."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], part: str):
+        self.weights, self.part = weights, part
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.weights[f"{self.part}.{name}"]
 
 
 def read_ahead(read: Callable[[str], torch.Tensor], names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
