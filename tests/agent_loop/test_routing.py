@@ -6,9 +6,10 @@ import pytest
 from ray.exceptions import ActorUnavailableError
 from test_agent_loop import Remote, batch
 
-from verl_omni.agent_loop.manager import assign
+from verl_omni.agent_loop.manager import assign, chunked
 from verl_omni.agent_loop.routing import AHEAD, Router, blocks_of
 from verl_omni.agent_loop.sample_engine import SampleEngine
+from verl_omni.utils.batcher import Batcher
 
 GUARD = 30
 
@@ -110,6 +111,132 @@ def test_a_sample_is_asked_of_another_server_and_keeps_its_seed():
     call = engine.generate.remote(sampling_params={"seed": 11}, request_id="one")
     assert asyncio.run(asyncio.wait_for(call, GUARD)) == "drawn by 1"
     assert asked == [(0, 11, mine[0]["position"]), (1, 11, None)]
+
+
+class Waiting:
+    """A server that answers blocks of two, or samples without a place; its calls fail once it is dead."""
+
+    def __init__(self):
+        self.batcher, self.dead, self.deaths = Batcher(lambda items: items, 2, 0.01), False, asyncio.Event()
+        self.remote = Remote(generate=self.generate, withdraw=self.withdraw, abort=self.aborted)
+        self.aborts = []
+
+    async def generate(self, *, sampling_params, request_id):
+        call = asyncio.ensure_future(self.batcher.submit(request_id, position=sampling_params.get("position")))
+        death = asyncio.ensure_future(self.deaths.wait())
+        await asyncio.wait([call, death], return_when=asyncio.FIRST_COMPLETED)
+        death.cancel()
+        if self.dead:
+            call.cancel()
+            raise ActorUnavailableError("away", b"0" * 16)
+        return await call
+
+    async def withdraw(self, position):
+        if self.dead:
+            raise ActorUnavailableError("away", b"0" * 16)
+        self.batcher.withdraw(position)
+
+    async def aborted(self, request_id):
+        self.aborts.append(request_id)
+
+    def die(self):
+        self.dead = True
+        self.deaths.set()
+
+
+def samples(servers: list[Waiting], count: int, max_num_seqs: int = 2) -> list[SampleEngine]:
+    mine = rows(count, len(servers), max_num_seqs)
+    blocks = blocks_of(mine, len(servers), max_num_seqs, free=True)
+    return [
+        SampleEngine([s.remote for s in servers], b, {"position": row["position"]})
+        for b, row in zip(blocks, mine, strict=True)
+    ]
+
+
+async def ask(engine: SampleEngine, name: str):
+    return await asyncio.wait_for(engine.generate.remote(sampling_params={}, request_id=name), GUARD)
+
+
+def test_a_sample_that_asks_late_does_not_wait_for_those_who_were_answered_elsewhere():
+    async def late():
+        servers = [Waiting(), Waiting()]
+        early, slow = samples(servers, 4)[:2]
+        first = asyncio.create_task(ask(early, "early"))
+        await asyncio.sleep(0.01)
+        servers[0].die()
+        return [await first, await ask(slow, "slow")]
+
+    assert asyncio.run(late()) == ["early", "slow"]
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_samples_whose_first_request_is_given_up_do_not_take_a_place_for_ever(times):
+    """Their loops ask again, without one. With one server, six forwards are dealt two at a time."""
+
+    async def impatient(engine, name):
+        for _ in range(times):
+            call = asyncio.create_task(engine.generate.remote(sampling_params={}, request_id=name))
+            await asyncio.sleep(0.01)
+            call.cancel()
+            await asyncio.wait([call])
+        return await ask(engine, name)
+
+    async def all_of_them():
+        server = Waiting()
+        engines = samples([server], 12)
+        even = [impatient(engine, str(i)) for i, engine in enumerate(engines) if i % 2 == 0]
+        odd = [ask(engine, str(i)) for i, engine in enumerate(engines) if i % 2]
+        answers = await asyncio.wait_for(asyncio.gather(*even, *odd), GUARD)
+        assert engines[0].block.router.load == [0]
+        return answers
+
+    assert sorted(map(int, asyncio.run(all_of_them()))) == list(range(12))
+
+
+def test_loops_that_wait_for_each_other_before_they_ask():
+    async def meeting():
+        server, here, all_here = Waiting(), [], asyncio.Event()
+        engines = samples([server], 12)
+
+        async def loop(engine, name):
+            here.append(name)
+            if len(here) == 12:
+                all_here.set()
+            await all_here.wait()
+            return await ask(engine, name)
+
+        loops = [loop(engine, str(i)) for i, engine in enumerate(engines)]
+        return await asyncio.wait_for(asyncio.gather(*loops), GUARD)
+
+    assert len(asyncio.run(meeting())) == 12
+
+
+def test_samples_that_never_ask_leave_room_for_others():
+    async def leaving():
+        server = Waiting()
+        engines = samples([server], 12)
+
+        async def loop(engine, number):
+            answer = await ask(engine, str(number)) if number % 4 == 1 else None
+            await engine.leave()
+            return answer
+
+        found = await asyncio.wait_for(asyncio.gather(*(loop(e, i) for i, e in enumerate(engines))), GUARD)
+        assert engines[0].block.router.load == [0]
+        return [answer for answer in found if answer is not None]
+
+    assert asyncio.run(leaving()) == ["1", "5", "9"]
+
+
+@pytest.mark.parametrize(
+    ("workers", "whole", "sizes"), [(2, True, [8, 4]), (2, False, [6, 6]), (8, True, [2, 2, 2, 2] + [1] * 4)]
+)
+def test_workers_have_whole_forwards_if_there_are_enough(workers, whole, sizes):
+    data = batch(["a"] * 12)
+    assign(data, 1, 1, 4, "name")
+    found = chunked(data, workers, whole)
+    assert [len(chunk) for chunk in found] == sizes
+    assert sorted(row for chunk in found for row in chunk) == list(range(12))
 
 
 def test_a_sample_that_nobody_waits_for_is_taken_back():

@@ -207,3 +207,53 @@ def test_loose_calls_that_have_gone_are_not_worked_on():
 
     assert asyncio.run(leave()) == 4
     assert work.batches == [[2]]
+
+
+def test_a_place_that_is_taken_after_all_is_taken():
+    work = Work()
+    batcher = Batcher(work, 2, max_wait_s=1e9)
+
+    async def again():
+        gone = asyncio.create_task(batcher.submit(0, position=(0, 2, "burst")))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.sleep(0.01)
+        calls = [batcher.submit(i, position=(i, 2, "burst")) for i in range(2)]
+        return await asyncio.wait_for(asyncio.gather(*calls), GUARD)
+
+    assert asyncio.run(again()) == [0, 2]
+    assert work.batches == [[0, 1]]
+
+
+def test_a_place_that_is_given_back_by_mistake_is_drawn_all_the_same():
+    """Its caller heard nothing and asked elsewhere, but its call had come."""
+    work = Work()
+    batcher = Batcher(work, 2, max_wait_s=1e9)
+
+    async def both():
+        first = asyncio.create_task(batcher.submit(0, position=(0, 2, "burst")))
+        await asyncio.sleep(0)
+        batcher.withdraw((0, 2, "burst"))
+        second = batcher.submit(1, position=(1, 2, "burst"))
+        return await asyncio.wait_for(asyncio.gather(first, second), GUARD)
+
+    assert asyncio.run(both()) == [0, 2]
+    assert work.batches == [[0, 1]] and not batcher._withdrawn
+
+
+def test_guests_are_not_counted_among_those_who_wait():
+    batcher = Batcher(Work(), 2, max_wait_s=1e9)
+
+    async def count():
+        calls = [
+            asyncio.create_task(batcher.submit(i, position=(0, 2, str(i)), guest=guest))
+            for i, guest in enumerate((True, False))
+        ]
+        await asyncio.sleep(0)
+        found = batcher.waiting
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(calls)
+        return found
+
+    assert asyncio.run(count()) == 1

@@ -123,7 +123,9 @@ def test_all_requests_are_aborted_and_others_wait_or_are_refused(replica, expect
         with pytest.raises(RequestAborted, match="takes no others for now"):
             ray.get(late, timeout=10)
     else:
-        assert ray.wait([late], timeout=1)[0] == []
+        asyncio.run(replica.sleep())
+        asyncio.run(replica.wake_up())
+        assert ray.wait([late], timeout=1)[0] == [], "it sleeps no more, but was not told to go on"
     asyncio.run(replica.resume_generation())
     image, _ = drawn(replica, seed=SEED)
     assert np.abs(image - expected).max() <= 1

@@ -14,7 +14,7 @@ GUARD = 30
 
 
 def test_only_the_one_that_is_named_ends():
-    under_way = UnderWay()
+    under_way, left = UnderWay(), []
 
     async def ask():
         go_on = asyncio.Event()
@@ -23,7 +23,7 @@ def test_only_the_one_that_is_named_ends():
             await go_on.wait()
             return answer
 
-        calls = [asyncio.create_task(under_way.answer(name, work(name))) for name in ("a", "b")]
+        calls = [asyncio.create_task(under_way.answer(n, work(n), lambda n=n: left.append(n))) for n in ("a", "b")]
         await asyncio.sleep(0)
         assert under_way.abort("a") and not under_way.abort("c")
         with pytest.raises(RequestAborted, match="request a was aborted"):
@@ -31,7 +31,7 @@ def test_only_the_one_that_is_named_ends():
         assert not under_way.abort("a"), "it has gone"
         go_on.set()
         assert await asyncio.wait_for(calls[1], GUARD) == "b"
-        assert under_way.abort_all() == []
+        assert under_way.abort_all() == [] and left == ["a"]
 
     asyncio.run(ask())
 
@@ -46,12 +46,12 @@ def test_who_goes_away_takes_the_work_along():
             ended.append(True)
 
     async def ask():
-        call = asyncio.create_task(under_way.answer("a", work()))
+        call = asyncio.create_task(under_way.answer("a", work(), gone=lambda: ended.append("gone")))
         await asyncio.sleep(0.01)
         call.cancel()
         await asyncio.wait([call], timeout=GUARD)
         await asyncio.sleep(0.01)
-        assert call.cancelled() and ended == [True]
+        assert call.cancelled() and ended == [True, "gone"]
 
     asyncio.run(ask())
 
@@ -65,6 +65,10 @@ class Engine:
         from verl_omni.utils.batcher import Batcher
 
         self.batcher = Batcher(lambda items: [RolloutOutput(str(item)) for item in items], 4, 1e9)
+
+    def give_back(self, sampling_params):
+        if sampling_params.get("position"):
+            self.batcher.withdraw(sampling_params["position"])
 
     async def generate(self, sampling_params, request_id, **_):
         return await self.batcher.submit(request_id, position=sampling_params.get("position"))
@@ -96,6 +100,29 @@ def test_a_request_is_aborted_even_before_there_are_weights(server):
         assert await server.abort("0")
         with pytest.raises(RequestAborted):
             await asyncio.wait_for(call, GUARD)
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_others_of_a_forward_do_not_wait_for_one_that_was_aborted(server, steps):
+    """Whether it had begun, waited for weights, or for the others."""
+
+    async def ask():
+        await server.start()
+        if steps == 5:
+            server._has_weights.set()
+        params = [{"position": (i, 2, "run")} for i in range(2)]
+        first = asyncio.create_task(server.generate(sampling_params=params[0], request_id="0"))
+        await asyncio.sleep(0)  # it has been asked for, and its work is not entered
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        assert await server.abort("0")
+        with pytest.raises(RequestAborted):
+            await asyncio.wait_for(first, GUARD)
+        server._has_weights.set()
+        second = server.generate(sampling_params=params[1], request_id="1")
+        assert (await asyncio.wait_for(second, GUARD)).response == "1"
 
     asyncio.run(ask())
 

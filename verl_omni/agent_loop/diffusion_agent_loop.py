@@ -149,7 +149,6 @@ class DiffusionAgentLoopWorker:
     async def _run_agent_loop(
         self, sampling_params: dict[str, Any], row: dict[str, Any], block: Block
     ) -> DiffusionAgentLoopOutput:
-        await block.placed.wait()
         name = row.get("agent_name") or self.default_agent
         for key in ("seed", "init_seed", "sde_window", "position", "place"):
             if row.get(key) is not None:

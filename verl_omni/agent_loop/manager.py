@@ -52,12 +52,12 @@ class DiffusionAgentLoopManager:
 
         The caller can go on while images are drawn, and again while rewards are computed. With
         `meta_info["scores_only"]` there are pixels only where the scores are still to come. `images_to` says which
-        rows' images the workers write to disk. Rollout servers draw what they have time for.
+        rows' images the workers write to disk.
         """
         name = uuid.uuid4().hex
         batch.meta_info["any_server"] = self.any_server
         assign(batch, self.num_servers, self.num_reward_workers, self.max_num_seqs, name)
-        chunks = [c.tolist() for c in np.array_split(np.arange(len(batch)), len(self.workers)) if len(c)]
+        chunks = chunked(batch, len(self.workers), whole_forwards=self.any_server)
         workers = self.workers[: len(chunks)]
         drawing = [w.generate_images.remote(batch[c], name) for w, c in zip(workers, chunks, strict=True)]
         scores_only = batch.meta_info.get("scores_only", False)
@@ -91,6 +91,16 @@ class DiffusionAgentLoopManager:
     def shutdown(self) -> None:
         for worker in self.workers:
             ray.kill(worker)
+
+
+def chunked(batch: DataProto, workers: int, whole_forwards: bool) -> list[list[int]]:
+    """Rows for each worker, about as many each; the forwards of rollout servers as a whole, if there are enough."""
+    bursts = list(batch.non_tensor_batch["burst"])
+    units = [[row for row, _ in rows] for _, rows in itertools.groupby(enumerate(bursts), key=lambda pair: pair[1])]
+    if not whole_forwards or len(units) < workers:
+        units = [[row] for row in range(len(batch))]
+    parts = np.array_split(np.arange(len(units)), workers)
+    return [[row for unit in part for row in units[unit]] for part in parts if len(part)]
 
 
 def own_rows(by_row: dict[int, Any] | None, chunk: list[int]) -> dict[int, Any] | None:

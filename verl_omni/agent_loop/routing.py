@@ -1,14 +1,15 @@
 """Which rollout server draws what: the samples of one forward stay together and go to the server with the least to do.
 
-A forward has the same samples in it whichever server draws it, so that a run repeats bit for bit. Those of one prompt
-follow one another: they meet in one server, as far as a forward holds them.
+A forward has the same samples in it whichever server draws it, unless one dies. Those of one prompt follow one another:
+they meet in one server, as far as a forward holds them. Only forwards that one agent-loop worker has to itself are
+dealt so, and it knows only of its own.
 """
 
 import asyncio
 from collections import Counter, deque
 from typing import Any
 
-# Forwards that a server has before it: one is drawn, one waits. More would wait for a server that may be slow, or die.
+# Forwards that a worker has at a server: one is drawn, one waits. More would wait for one that may be slow, or die.
 AHEAD = 2
 
 
@@ -18,14 +19,14 @@ class Block:
     def __init__(self, home: int, size: int, router: "Router | None" = None):
         """Without a router it is drawn by `home`."""
         self.home, self.left, self.router = home, size, router
-        self.server, self.placed = home, asyncio.Event()
+        self.server, self.placed, self.moved = home, asyncio.Event(), False
         if router is None:
             self.placed.set()
 
     def answered(self) -> None:
         """One of its samples needs its place in the forward no longer."""
         self.left -= 1
-        if self.router is not None:
+        if self.router is not None and self.placed.is_set():
             self.router.freed(self)
 
     def elsewhere(self, server: int) -> bool:
@@ -59,7 +60,7 @@ class Router:
     def move(self, block: Block) -> None:
         if block.server in self._down and len(self._down) < len(self.load):
             self.load[block.server] -= block.left
-            block.server = self._least(block)
+            block.server, block.moved = self._least(block), True
             self.load[block.server] += block.left
             self._deal()
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from verl_omni.agent_loop.routing import Block
 from verl_omni.utils.actors import asked_until_back
@@ -18,10 +18,10 @@ from verl_omni.workers.rollout.trajectories import TrajectoryRef
 class SampleEngine:
     """The same, whatever the sample's agent loop hands on.
 
-    A sample's place in the burst belongs to its first request. Later turns, of which some samples have more than
-    others, are batched as they come; a sample that never asks gives its place back. Each request's trajectory is left
-    under a name of its own: the one that is trained on is that of the response which the loop returns. Where a server
-    has died, another draws what is missing, if any may.
+    A sample's place in the burst belongs to the first request that is sent. Later turns, of which some samples have
+    more than others, are batched as they come; a sample whose loop ends without a request gives its place back. Each
+    request's trajectory is left under a name of its own: the one that is trained on is that of the response which the
+    loop returns. Where a server has died that comes back, another draws what is missing, if any may.
     """
 
     def __init__(self, servers: list[Any], block: Block, row: dict[str, Any]):
@@ -30,7 +30,7 @@ class SampleEngine:
         self.generate = SimpleNamespace(remote=self._generate)
         self.abort = SimpleNamespace(remote=self._abort)
         self.answers: list[RolloutOutput] = []
-        self._requests = 0
+        self._requests, self._has_asked = 0, False
 
     @property
     def server(self) -> Any:
@@ -39,27 +39,35 @@ class SampleEngine:
     async def _generate(self, *, sampling_params: dict[str, Any], **request: Any) -> RolloutOutput:
         number, self._requests = self._requests, self._requests + 1
         params = {k: v for k, v in sampling_params.items() if k not in ("position", "place")}
-        if number == 0 and self.position is not None:
-            params["position"] = self.position
         if self.place is not None:
             params["place"] = self.place | {"key": f"{self.place['key']}.{number}" if number else self.place["key"]}
-
-        asked = self.block.server
+        await self.block.placed.wait()
+        asked, first, self._has_asked = self.block.server, not self._has_asked, True
+        # Where the block was moved, others of the burst have been asked for elsewhere.
+        position = self.position if first and not self.block.moved else None
 
         def ask() -> Awaitable[RolloutOutput]:
-            nonlocal asked
-            asked, given = self.block.server, dict(params)
-            params.pop("position", None)  # whoever is asked again may have answered a part of the burst before
+            nonlocal asked, position
+            asked, given = self.block.server, params | ({} if position is None else {"position": position})
             return self._ask(sampling_params=given, **request)
 
+        def elsewhere() -> bool:
+            """Whoever is asked again may have answered a part of the burst before, and others need not wait for it."""
+            nonlocal position
+            if position is not None:
+                self._withdrawing = asyncio.ensure_future(self._withdraw_at(asked))
+            position = None
+            return self.block.elsewhere(asked)
+
         try:
-            answer = await asked_until_back(ask, lambda: self.block.elsewhere(asked))
+            answer = await asked_until_back(ask, elsewhere)
         except asyncio.CancelledError:  # nobody waits for it any more: it need not be drawn
             with contextlib.suppress(RayActorError):  # gone with its server
-                await self._abort(request["request_id"])
+                await self.servers[asked].abort.remote(request["request_id"])
             raise
-        if number == 0:
-            self.block.answered()
+        finally:
+            if first:
+                self.block.answered()
         self.answers.append(answer)
         return answer
 
@@ -74,9 +82,16 @@ class SampleEngine:
         return replace(await answer, reference=TrajectoryRef(place["key"], stored))
 
     async def leave(self) -> None:
-        if not self._requests and self.position is not None:
-            await asked_until_back(lambda: self.server.withdraw.remote(self.position))
-            self.block.answered()
+        if self._has_asked:
+            return
+        await self.block.placed.wait()
+        if self.position is not None:
+            await self._withdraw_at(self.block.server)
+        self.block.answered()
+
+    async def _withdraw_at(self, server: int) -> None:
+        with contextlib.suppress(ActorUnavailableError):  # the places went with it
+            await self.servers[server].withdraw.remote(self.position)
 
     def answer_of(self, response: Any) -> RolloutOutput:
         """The request that made what the loop returned."""

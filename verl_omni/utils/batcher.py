@@ -46,6 +46,8 @@ class Batcher:
         loop = asyncio.get_running_loop()
         call = _Call(item, key, position, guest, loop.create_future())
         self._waiting.append(call)
+        if position is not None:  # somebody takes it after all
+            self._withdrawn.discard((*position[:2], burst_of(call)))
         if self._pump is None or self._pump.done():
             self._arrived = asyncio.Event()
             self._pump = loop.create_task(self._run())
@@ -59,15 +61,15 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        """Calls that nobody works on yet."""
-        return len(self._waiting) + sum(map(len, self._ready))
+        """Calls that nobody works on yet; guests are counted by who lets them in."""
+        return sum(not call.guest for call in [*self._waiting, *sum(self._ready, [])])
 
     def withdraw(self, position: tuple) -> None:
         """Nobody will call from this place of a named burst."""
         index, total, burst = position
         self._withdrawn.add((index, total, burst))
         places = self._places(burst, total, index // self.max_size)
-        if places <= self._withdrawn:  # nobody is left who could take the others
+        if places <= self._withdrawn:  # nobody will ask for the block: what is left of it would be in a later one's way
             self._withdrawn -= places
         if self._pump is not None and not self._pump.done():
             self._arrived.set()
@@ -177,7 +179,7 @@ class Batcher:
         for (burst, total, number), calls in sorted(blocks.items(), key=turn):
             places = self._places(burst, total, number)
             empty = places & self._withdrawn
-            if len(calls) + len(empty) == len(places):
+            if places == empty | {(index, total, burst) for index in calls}:
                 self._withdrawn -= empty
                 return [calls[index] for index in sorted(calls)]
         return []

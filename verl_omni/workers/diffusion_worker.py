@@ -124,14 +124,17 @@ class DiffusionWorker(Worker):
         drawing = self.rollout.generate(
             prompt_ids, sampling_params, request_id, image_data, video_data, negative_prompt_ids, priority
         )
-        output = await self._under_way.answer(request_id, drawing)
+        output = await self._under_way.answer(request_id, drawing, lambda: self.rollout.give_back(sampling_params))
         place = sampling_params.get("place")
         return output.cpu() if place is None else self.trajectories.keep(place["key"], output)
 
     @ray.method(num_returns=2)
     async def generate_to_ship(self, **request: Any) -> tuple[RolloutOutput, dict[str, torch.Tensor]]:
         """For another rank to train on: (the answer, what training needs of it)."""
-        return in_two_parts(await self._under_way.answer(request["request_id"], self.rollout.generate(**request)))
+        drawing, params = self.rollout.generate(**request), request["sampling_params"]
+        return in_two_parts(
+            await self._under_way.answer(request["request_id"], drawing, lambda: self.rollout.give_back(params))
+        )
 
     async def abort(self, request_id: str) -> bool:
         """Its `generate` raises `RequestAborted` now. Whether there was such a request."""

@@ -24,7 +24,8 @@ class BatchedRollout(RolloutEngine):
     def __init__(self, config: DiffusionRolloutConfig, model_config: DiffusionModelConfig):
         self.config, self.model_config = config, model_config
         self.batcher = Batcher(self.run_batch, config.max_num_seqs, config.request_batch_max_wait_ms / 1000)
-        self._running, self._paused, self._stopped = False, False, False
+        self._running, self._stopped = False, False
+        self._reasons: set[str] = set()  # why no batch begins
         self._changes = 0  # of weights and the like that are under way
         self._base: list[tuple[str, torch.Tensor]] | None = None  # frozen weights that wait for their adapter
         self._state = threading.Condition()
@@ -119,30 +120,41 @@ class BatchedRollout(RolloutEngine):
                 self._changes -= 1
                 self._state.notify_all()
 
-    def hold(self) -> None:
-        """Begin no further batch."""
+    def hold(self, why: str) -> None:
+        """Begin no further batch, until `resume` has been called for each reason."""
         with self._state:
-            self._paused = True
+            self._reasons.add(why)
 
-    def pause(self) -> None:
-        self.hold()
+    def drain(self) -> None:
+        """Wait for the batch that is being drawn."""
         with self._state:
             self._state.wait_for(lambda: not self._running)
 
-    def resume(self) -> None:
+    def pause(self) -> None:
+        self.hold("pause")
+        self.drain()
+
+    def resume(self, why: str = "pause") -> None:
         with self._state:
-            self._paused = False
+            self._reasons.discard(why)
             self._state.notify_all()
+
+    def give_back(self, sampling_params: dict[str, Any]) -> None:
+        """A request that did not come to be drawn had a place among others, who do not wait for it."""
+        position = sampling_params.get("position")
+        if position is not None and len(position) > 2:
+            self.batcher.withdraw(position)
 
     def stop(self) -> None:
         self._stopped = True
         self.batcher.close(RuntimeError("the rollout engine has been stopped"))
-        self.resume()
+        for why in list(self._reasons):
+            self.resume(why)
 
     def run_batch(self, requests: list[Request]) -> list[RolloutOutput]:
         """One batch at a time, and none while the engine is paused."""
         with self._state:
-            self._state.wait_for(lambda: not self._paused and not self._changes)
+            self._state.wait_for(lambda: not self._reasons and not self._changes)
             self._running = True
         try:
             with without_compiling() if requests[0].guest else contextlib.nullcontext():

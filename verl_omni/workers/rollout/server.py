@@ -87,7 +87,12 @@ class RolloutServer(ABC):
         return await asyncio.to_thread(in_two_parts, answer)
 
     async def _answer(self, **request: Any) -> RolloutOutput:
-        return await self._under_way.answer(request["request_id"], self._draw(**request))
+        params = request["sampling_params"]
+        return await self._under_way.answer(request["request_id"], self._draw(**request), lambda: self._gone(params))
+
+    def _gone(self, sampling_params: dict[str, Any]) -> None:
+        if self.engine is not None:
+            self.engine.give_back(sampling_params)
 
     async def _draw(self, *, sampling_params: dict[str, Any], **request: Any) -> RolloutOutput:
         await self._has_weights.wait()
@@ -97,7 +102,7 @@ class RolloutServer(ABC):
         return await self.engine.generate(sampling_params=sampling_params, **request)
 
     def check_room(self, sampling_params: dict[str, Any]) -> None:
-        """Who says a place among others, as a run does, has seen to it that there is one."""
+        """Who says a place among others, as a run does, is one of so many that it knows of."""
         most = WAITING_BATCHES * self.config.max_num_seqs
         if sampling_params.get("position") is None and self.engine.batcher.waiting >= most:
             raise QueueFull(f"{most} requests wait already at this rollout server: ask again later")
@@ -145,7 +150,8 @@ class RolloutServer(ABC):
         return Channel(self.config.checkpoint_engine)
 
     async def pause(self) -> None:
-        await asyncio.to_thread(self.engine.pause)
+        self.engine.hold("pause")
+        await asyncio.to_thread(self.engine.drain)
 
     async def resume(self) -> None:
         self.engine.resume()

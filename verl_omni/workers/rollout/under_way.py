@@ -1,7 +1,7 @@
 """Requests that are being answered, each of which can be taken back by its name."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from verl_omni.utils.errors import RequestAborted
@@ -14,13 +14,15 @@ class UnderWay:
         self._tasks: dict[asyncio.Task, str] = {}
         self._aborted: set[asyncio.Task] = set()
 
-    async def answer(self, request_id: str, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` gives. `RequestAborted`, at once, where somebody aborts it; work on it goes no further."""
+    async def answer(self, request_id: str, work: Coroutine[Any, Any, T], gone: Callable[[], None]) -> T:
+        """What `work` gives. `RequestAborted`, at once, where somebody aborts it; work on it goes no further. `gone` is
+        called then, and where whoever asked goes away: the work may not have begun."""
         task = asyncio.ensure_future(work)
         self._tasks[task] = request_id
         try:
             return await task
         except asyncio.CancelledError:
+            gone()
             if task in self._aborted:
                 raise RequestAborted(f"request {request_id} was aborted") from None
             task.cancel()  # whoever asked has gone

@@ -1,5 +1,6 @@
 """vLLM-Omni's engine in a process of its own, as verl's rollout replicas start it: without a run around it."""
 
+import asyncio
 import dataclasses
 import os
 import secrets
@@ -93,6 +94,7 @@ class vLLMOmniHttpServer(VllmOmniServer):
 
     def check_room(self, sampling_params: dict[str, Any]) -> None:
         if self._refuses:
+            self._gone(sampling_params)
             raise RequestAborted("all requests were aborted, and this rollout server takes no others for now")
         super().check_room(sampling_params)
 
@@ -101,25 +103,27 @@ class vLLMOmniHttpServer(VllmOmniServer):
         return {"aborted": await self.abort(request_id), "request_id": request_id}
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
-        """None is drawn before `resume_generation`: those that come meanwhile wait, or are refused."""
-        self.engine.hold()
+        """None is drawn before `resume_generation`: those that come meanwhile wait, as do people's over HTTP, or are
+        refused."""
+        self.engine.hold("abort")
         self._refuses = reject_request
         names = self._under_way.abort_all()
-        await self.pause()
+        await asyncio.to_thread(self.engine.drain)
         return {"aborted_count": len(names), "request_ids": names}
 
     async def resume_generation(self) -> None:
         self._refuses = False
-        await self.resume()
+        self.engine.resume("abort")
 
     async def sleep(self) -> None:
         """The model leaves the device; requests wait."""
-        await self.pause()
+        self.engine.hold("sleep")
+        await asyncio.to_thread(self.engine.drain)
         self.engine.sleep()
 
     async def wake_up(self) -> None:
         self.engine.wake()
-        await self.resume()
+        self.engine.resume("sleep")
 
 
 def filled(config: Any, model_config: Any) -> tuple[DiffusionRolloutConfig, DiffusionModelConfig]:
