@@ -8,6 +8,7 @@ import torch
 
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.adapter_registry import AdapterRegistry
+from verl_omni.utils.errors import RequestAborted
 
 if TYPE_CHECKING:
     from vllm_omni.diffusion.data import DiffusionOutput
@@ -102,4 +103,8 @@ class VllmOmniPipelineBase:
 
         requests = [params.extra_args["request"] for params in req.sampling_params_list]
         with torch.inference_mode(False):  # its tensors could not be trained on
-            return [DiffusionOutput(output=sample) for sample in self.drawer.draw(requests)]
+            try:
+                samples = self.drawer.draw(requests)
+            except RequestAborted as aborted:  # no fault, as which vLLM-Omni would log it
+                samples = [aborted] * len(requests)
+        return [DiffusionOutput(output=sample) for sample in samples]

@@ -10,6 +10,7 @@ from vllm_omni.diffusion.sched.interface import DiffusionRequestStatus
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
 from verl_omni.pipelines.drawing import Request, Sample
+from verl_omni.utils.errors import RequestAborted
 
 
 class DrawingEngine(DiffusionEngine):
@@ -37,7 +38,10 @@ class DrawingEngine(DiffusionEngine):
             if scheduled.scheduled_request_ids != names:
                 raise RuntimeError(f"vLLM-Omni batches {scheduled.num_scheduled_reqs} of {len(names)} requests")
             results = self.executor.execute_batch(scheduled)
-            return [results.get_request_output(name).result.output for name in names]
+            samples = [results.get_request_output(name).result.output for name in names]
+            if isinstance(samples[0], RequestAborted):
+                raise samples[0]
+            return samples
         finally:
             self.scheduler.finish_requests(names, DiffusionRequestStatus.FINISHED_COMPLETED)
             for name in names:
