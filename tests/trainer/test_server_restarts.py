@@ -22,6 +22,7 @@ from verl_omni.agent_loop.routing import Block
 from verl_omni.agent_loop.sample_engine import SampleEngine
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.report.timeline import Timeline
+from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
 from verl_omni.trainer.diffusion.rollouts import ServerRollouts, Weights
 from verl_omni.utils import actors
 from verl_omni.utils.background import start, wait_for
@@ -150,6 +151,27 @@ def test_a_server_dies_in_a_rollout(server, tmp_path, capsys):
     rollouts.shutdown()
 
 
+def test_a_server_that_cannot_start_is_told_before_training_has_loaded(server):
+    """`server` for its Ray."""
+
+    @ray.remote(num_cpus=0)
+    def loads(seconds: float, error: Exception | None) -> None:
+        time.sleep(seconds)
+        if error is not None:
+            raise error
+
+    def load(training, *servers):
+        workers = SimpleNamespace(execute_all_async=lambda method: [loads.remote(*training)])
+        rollouts = SimpleNamespace(loading=lambda: [loads.remote(*one) for one in servers])
+        BaseRayDiffusionTrainer._load_models(SimpleNamespace(actor_wg=workers, rollouts=rollouts))
+
+    with pytest.raises(RuntimeError, match="no room on this card"):
+        load((1e6, None), (0, None), (0, RuntimeError("no room on this card")))
+    load((0, None), (0, ActorUnavailableError("loads again", b"0" * 16)))
+    with pytest.raises(ActorUnavailableError):
+        load((0, ActorUnavailableError("a worker of the model", b"0" * 16)), (1e6, None))
+
+
 def test_weights_stay_as_long_as_a_server_holds_them():
     """In Ray's object store, for the case that it dies; older ones are let go."""
 
@@ -218,7 +240,10 @@ def test_a_sample_that_is_asked_for_again_has_no_place_in_the_burst(monkeypatch)
             raise ActorUnavailableError("away", b"0" * 16)
         return RolloutOutput("text")
 
-    server = SimpleNamespace(generate=SimpleNamespace(remote=generate))
+    async def withdraw(position):
+        raise ActorUnavailableError("away", b"0" * 16)
+
+    server = SimpleNamespace(**{f.__name__: SimpleNamespace(remote=f) for f in (generate, withdraw)})
     engine = SampleEngine([server], Block(0, 2), {"position": (0, 2)})
     asyncio.run(ask(engine, 1))
     assert positions == [(0, 2), None, None]

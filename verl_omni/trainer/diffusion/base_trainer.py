@@ -10,6 +10,7 @@ from typing import Any
 import ray
 import torch
 from omegaconf import DictConfig, OmegaConf
+from ray.exceptions import ActorUnavailableError
 from torch.utils.data import Dataset, Sampler
 from tqdm import tqdm
 from verl.protocol import DataProto
@@ -157,7 +158,17 @@ class BaseRayDiffusionTrainer(Sampling):
             know("reward process", self.reward_loop_manager.reward_loop_workers)
             know("agent process", self.agent_loop_manager.workers)
             self._listen()
-        self.actor_wg.init_model()
+        self._load_models()
+
+    def _load_models(self) -> None:
+        """In all processes at once. A rollout server that cannot start is told before training has loaded."""
+        training = self.actor_wg.execute_all_async("init_model")
+        servers = [] if self.rollouts is None else self.rollouts.loading()
+        waiting = [*training, *servers]
+        while waiting:
+            (done,), waiting = ray.wait(waiting)
+            with contextlib.suppress(ActorUnavailableError) if done in servers else contextlib.nullcontext():
+                ray.get(done)  # a server that has died loads again
 
     def _listen(self) -> None:
         """Let people look at the policy, where that is asked for. A port that is taken is told before models load."""

@@ -43,6 +43,10 @@ class EmbeddedRollouts:
             return ranks, False
         return in_turn(samples, len(self.servers)), len(self.servers) > 1
 
+    def loading(self) -> list[Any]:
+        """They load with their workers."""
+        return []
+
     def shutdown(self) -> None:
         """They end with their workers."""
 
@@ -78,6 +82,10 @@ class ServerRollouts:
         self._pushing = [asyncio.Lock() for _ in servers]
         self._watches: list[Future] = []
         self._addresses: dict[int, str] = {}
+
+    def loading(self) -> list[Any]:
+        """For each server that has not drawn yet, what is there when it has loaded."""
+        return list(self._loading.values())
 
     def listen(self, port: int) -> None:
         """Server i answers people over HTTP on port + i (0: on a free one), from now on and when it was started again.
