@@ -144,6 +144,15 @@ def field_types(cls: type, prefix: str = ""):
             yield f"{prefix}{field.name}", str(field.type)
 
 
+@pytest.mark.parametrize("name", ["dtype", "model_dtype"])
+def test_gradients_do_not_fit_into_float16(name):
+    """2^-25 is a usual gradient of one of many pairs: float16 makes it 0, bfloat16 does not."""
+    small = torch.tensor(2.0**-25)
+    assert small.to(torch.float16) == 0 and small.to(torch.bfloat16) == small
+    line = refused(f"{ACTOR}.fsdp_config.{name}=float16")
+    assert f"{name}=float16: small gradients become 0" in line and "known: float32, bfloat16" in line
+
+
 def test_weights_of_rewards_are_numbers():
     weights = ["algorithm.adv_estimator=gdpo", "++algorithm.reward_weights={score: nan}"]
     assert "algorithm.reward_weights.score=nan: expected a finite number" in refused(*weights)

@@ -69,8 +69,8 @@ def test_dtypes():
     assert resolve_dtypes(FSDPConfig(), CPU, lora=True) == (torch.float32, torch.float32)
     assert resolve_dtypes(FSDPConfig(), GPU, lora=False) == (torch.bfloat16, torch.float32)
     assert resolve_dtypes(FSDPConfig(), GPU, lora=True) == (torch.bfloat16, torch.bfloat16)
-    asked = FSDPConfig(dtype="float16", model_dtype="float32")
-    assert resolve_dtypes(asked, GPU, lora=True) == (torch.float16, torch.float32)
+    asked = FSDPConfig(dtype="bfloat16", model_dtype="float32")
+    assert resolve_dtypes(asked, GPU, lora=True) == (torch.bfloat16, torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ from typing import Any
 
 from verl_omni.config.knob import MOST_SEED, knob, names_in
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16")
+# A loss would have to be scaled, and the scale be found anew whenever it overflows.
+NOT_DTYPES = {"float16": "small gradients become 0 in its range; bfloat16 is as fast and has float32's"}
 CONTENTS = ("model", "optimizer", "extra", "export")
 # torch.optim's, but for those that need a closure (LBFGS), sparse gradients (SparseAdam) or matrices only (Muon), or
 # have no weight decay (Rprop)
@@ -55,12 +57,16 @@ class FSDPConfig:
     fsdp_size: int = knob(-1, "ranks in one shard group; -1: all", least=1, also=(-1,))
     reshard_after_forward: bool = knob(True, "free gathered weights after each block")
     dtype: str | None = knob(
-        None, "dtype of forward and backward; null: bfloat16 on a GPU, float32 on a CPU", choices=DTYPES
+        None,
+        "dtype of forward and backward; null: bfloat16 on a GPU, float32 on a CPU",
+        choices=DTYPES,
+        refused=NOT_DTYPES,
     )
     model_dtype: str | None = knob(
         None,
         "dtype that weights are held in; null: float32, but `dtype` for the frozen weights under LoRA",
         choices=DTYPES,
+        refused=NOT_DTYPES,
     )
     use_torch_compile: bool | None = knob(None, "compile the transformer blocks; null: on a GPU")
     compile_ahead: bool | None = knob(

@@ -3,7 +3,7 @@
 import dataclasses
 import importlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ class Range:
     below: float | None = None
     choices: Iterable[str] | Callable[[], Iterable[str]] | None = None
     also: tuple[Any, ...] = ()
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def names(self) -> list[str]:
         return list(self.choices() if callable(self.choices) else self.choices or ())
@@ -58,6 +59,8 @@ class Range:
             )
             if outside:
                 raise ValueError(f"{name}={value}: expected {self.bounds() or 'a finite number'}")
+        elif isinstance(value, str) and value in self.refused:
+            raise ValueError(f"{name}={value}: {self.refused[value]}; known: {', '.join(self.names())}")
         elif self.choices is not None and value not in self.names():
             raise ValueError(unknown(name, value, self.names()))
 
@@ -93,17 +96,19 @@ def knob(
     below: float | None = None,
     choices: Iterable[str] | Callable[[], Iterable[str]] | None = None,
     also: tuple[Any, ...] = (),
+    refused: Mapping[str, str] | None = None,
     needs: str | None = None,
     waits: str | None = None,
 ) -> Any:
     """A dataclass field with a default, the sentence that `--help` prints for it, and what it may be.
 
     `also` are values outside of the bounds that mean something, such as -1. `choices` may be a function, where names
-    can be registered. `needs` and `waits` are as in `Knob`: what would change nothing is refused.
+    can be registered, and `refused` says of names that others take why they are none here. `needs` and `waits` are as
+    in `Knob`: what would change nothing is refused.
     """
     metadata = {
         "help": help,
-        "range": Range(least, above, most, below, choices, also),
+        "range": Range(least, above, most, below, choices, also, refused or {}),
         "needs": needs,
         "waits": waits,
     }
