@@ -38,6 +38,21 @@ def test_one_reward_has_the_name_of_its_data_source():
     assert (found["reward/ocr/mean"], found["reward/geneval/mean"]) == (2.0, 5.0)
 
 
+def test_a_reward_that_never_changes_has_no_course():
+    """The mean of three scores of 0.7 is a rounding step below that of six, and less than that would be a fall."""
+    watch, lines = RewardWatch(), []
+    for step in range(25):
+        images = 6 if step < 10 else 3  # others failed
+        batch = DataProto.from_dict(
+            {"sample_level_rewards": torch.zeros(images)},
+            {"uid": object_array(["a"] * images), "reward_extra_info": object_array([{"clip": 0.7}] * images)},
+        )
+        found = reward_metrics(batch, ["clip"])
+        assert (found["reward/clip/mean"], found["reward/clip/std"]) == (0.7, 0.0)
+        lines += watch.see(found)
+    assert [line for line in lines if "worse" in line] == []
+
+
 def said(weights=None, **courses) -> list[str]:
     """All that is said of rewards whose means take these courses, step by step: (mean, share of groups alike)."""
     watch, lines = RewardWatch(weights), []

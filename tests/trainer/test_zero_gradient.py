@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+from e2e_runs import metrics, run_here, settings
 from verl.protocol import DataProto
 
 from verl_omni.config.schema import DiffusionTrainerConfig
@@ -75,3 +76,18 @@ def test_the_cause_is_named_where_the_step_shows_it(metrics, rewards, cause, cap
     with pytest.raises(RunError, match=cause):
         Loop([(metrics, rewards)] * 6).train()
     assert capsys.readouterr().out.count(cause) == 5
+
+
+@pytest.mark.parametrize("algorithm", ["flow_grpo", "diffusion_nft", "dpo"])
+def test_a_run_of_equal_rewards_ends(tmp_path, monkeypatch, process_group, algorithm):
+    """0.7 is no number that a float holds: the mean of several is off by a rounding step."""
+    (tmp_path / "reward.py").write_text("def compute_score(image, prompt):\n    return 0.7\n")
+    arguments = settings(
+        tmp_path / "run", f"actor_rollout_ref.model.algorithm={algorithm}", "actor_rollout_ref.rollout.n=7",
+        "reward.custom_reward_function.path=reward.py", "trainer.total_training_steps=8", "data.val_files=null",
+    )  # fmt: skip
+    if algorithm == "diffusion_nft":
+        arguments += ["algorithm.adv_mode=binary", "actor_rollout_ref.actor.diffusion_loss.extra.beta=0.1"]
+    with pytest.raises(RunError, match="0 for every weight from step 1 to 5.*all have the same reward"):
+        run_here(arguments, tmp_path, monkeypatch)
+    assert all(line.get("actor/grad_norm", 0.0) == 0.0 for line in metrics(tmp_path / "run").values())

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from verl_omni.algorithms.base import column
 from verl_omni.algorithms.registry import DiffusionAdvantageEstimator, register_diffusion_adv_est
 from verl_omni.utils.suggest import unknown
 
@@ -26,7 +27,7 @@ def compute_flow_grpo_outcome_advantage(
     config: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(r - mean of the group) / (std + epsilon)``; 0 in a group of one.
+    """``(r - mean of the group) / (std + epsilon)``; exactly 0 where a group's rewards are equal, or in a group of one.
 
     Args:
         sample_level_rewards: (B,), or (B, T), where each column is taken by itself.
@@ -41,14 +42,12 @@ def compute_flow_grpo_outcome_advantage(
         advantages and returns, which are the same here, of the rewards' shape.
     """
     rewards = checked_rewards(sample_level_rewards, index)
-    advantages = torch.zeros_like(rewards)
-    ddof = _ddof(config)
-    batch_std = _std(rewards, ddof)
-    for rows in _groups(index):
-        group = rewards[rows]
-        advantages[rows] = group - group.mean(dim=0)
-        if norm_adv_by_std_in_grpo:
-            advantages[rows] /= (batch_std if global_std else _std(group, ddof)) + epsilon
+    groups, batch = _Groups(index), _Groups(np.zeros(len(index)))
+    advantages = groups.deviations(rewards)
+    if norm_adv_by_std_in_grpo:
+        compared = batch if global_std else groups
+        advantages /= compared.std(compared.deviations(rewards), _ddof(config)) + epsilon
+    advantages = advantages.float()
     return advantages, advantages
 
 
@@ -65,7 +64,7 @@ def compute_gdpo_outcome_advantage(
     """GDPO: several rewards, each standardised within its group before they are added up.
 
     ``Σ_k w_k·(r_k - μ_g)/max(σ_g, 1e-6)``, then standardised over the batch, so that no reward outweighs the others by
-    its scale alone.
+    its scale alone. A reward that is equal for all images of a prompt adds exactly 0 there.
 
     Args:
         index: (B,) the prompt that each image belongs to.
@@ -77,15 +76,13 @@ def compute_gdpo_outcome_advantage(
     """
     if sample_level_reward_components is None:
         raise ValueError("adv_estimator=gdpo needs several rewards per image: the reward function returned only one")
-    total, ddof = 0.0, _ddof(config)
+    groups, batch, ddof = _Groups(index), _Groups(np.zeros(len(index))), _ddof(config)
+    total = 0.0
     for component, weight in _weighted(sample_level_reward_components, reward_weights):
-        rewards = checked_rewards(component, index)
-        standardised = torch.zeros_like(rewards)
-        for rows in _groups(index):
-            group = rewards[rows]
-            standardised[rows] = (group - group.mean()) / _std(group, ddof).clamp_min(GDPO_LEAST_STD)
-        total = total + weight * standardised
-    advantages = (total - total.mean()) / (_std(total, ddof) + epsilon)
+        deviations = groups.deviations(checked_rewards(component, index))
+        total = total + weight * deviations / groups.std(deviations, ddof).clamp_min(GDPO_LEAST_STD)
+    # Each group's mean is 0, and so the batch's: taking it off again would give equal rewards its rounding.
+    advantages = (total / (batch.std(total, ddof) + epsilon)).float()
     return advantages, advantages
 
 
@@ -106,20 +103,35 @@ def apply_adv_mode(advantages: torch.Tensor, mode: str) -> torch.Tensor:
     return ADV_MODES[mode](advantages)
 
 
-def _groups(index: np.ndarray) -> Iterator[torch.Tensor]:
-    """Rows of each prompt."""
-    _, group = np.unique(np.asarray(index), return_inverse=True)
-    for number in range(group.max() + 1):
-        yield torch.from_numpy(np.flatnonzero(group == number))
+class _Groups:
+    """The images of each prompt. Of values (B, ...) it says something for each row, in float64.
+
+    In float32 the mean of sixteen rewards of 0.7 is off by a rounding step, which standardising would blow up, and of
+    which `adv_mode=binary` would take the sign.
+    """
+
+    def __init__(self, index: np.ndarray) -> None:
+        _, first, group, count = np.unique(index, return_index=True, return_inverse=True, return_counts=True)
+        self.group, self.groups = torch.from_numpy(group), len(count)
+        self.first, self.count = torch.from_numpy(first[group]), torch.from_numpy(count[group])
+
+    def deviations(self, values: torch.Tensor) -> torch.Tensor:
+        """From the group's mean. Exactly 0 where all of a group's values are equal: each is first compared with one."""
+        offsets = values.double() - values[self.first].double()
+        return offsets - self._sum(offsets) / column(self.count, offsets).to(offsets.device)
+
+    def std(self, deviations: torch.Tensor, ddof: int) -> torch.Tensor:
+        """0 for a single value, which has no spread to speak of."""
+        degrees = column((self.count - ddof).clamp_min(1), deviations).to(deviations.device)
+        return (self._sum(deviations**2) / degrees).sqrt()
+
+    def _sum(self, values: torch.Tensor) -> torch.Tensor:
+        group = self.group.to(values.device)
+        return values.new_zeros(self.groups, *values.shape[1:]).index_add_(0, group, values)[group]
 
 
 def _ddof(config: Any) -> int:
     return getattr(config, "adv_std_ddof", 1)
-
-
-def _std(values: torch.Tensor, ddof: int) -> torch.Tensor:
-    """Over the first dimension; 0 for a single value, which has no spread to speak of."""
-    return values.std(dim=0, correction=ddof) if len(values) > 1 else torch.zeros_like(values[0])
 
 
 def checked_rewards(rewards: torch.Tensor, index: np.ndarray) -> torch.Tensor:

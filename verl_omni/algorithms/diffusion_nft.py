@@ -67,8 +67,9 @@ class DiffusionNFTLoss(DiffusionLossFn):
         beta, c, old = settings.beta, settings.adv_clip_max, old_velocity.detach()
         r = (0.5 * advantages / c + 0.5).clamp(0, 1)
         x_t, t = noised(clean_latents, noise, sigma), column(sigma, clean_latents)
-        positive = _normalised_error(x_t - t * (beta * velocity + (1 - beta) * old), clean_latents)
-        negative = _normalised_error(x_t - t * ((1 + beta) * old - beta * velocity), clean_latents)
+        # As steps from the old policy: where the two agree, both are it to the last bit, and A = 0 has no gradient.
+        positive = _normalised_error(x_t - t * old.lerp(velocity, beta), clean_latents)
+        negative = _normalised_error(x_t - t * old.lerp(velocity, -beta), clean_latents)
         policy_loss = (r * positive + (1 - r) * negative) / beta * c
         metrics = {
             "nft_policy_loss": policy_loss.detach().mean(),

@@ -42,10 +42,12 @@ def reward_metrics(batch: DataProto, labels: Iterable[str]) -> dict[str, float]:
         values, groups = [score for _, score in scored], defaultdict(set)
         for uid, score in scored:
             groups[uid].add(score)
+        least = min(values)
+        offsets = np.array(values) - least
         metrics |= {
-            f"reward/{name}/mean": float(np.mean(values)),
-            f"reward/{name}/std": float(np.std(values)),
-            f"reward/{name}/min": min(values),
+            f"reward/{name}/mean": least + float(np.mean(offsets)),  # of equal scores it is that score, to the last bit
+            f"reward/{name}/std": float(np.std(offsets)),
+            f"reward/{name}/min": least,
             f"reward/{name}/max": max(values),
             f"reward/{name}/zero_std_ratio": float(np.mean([len(scores) == 1 for scores in groups.values()])),
         }
