@@ -82,7 +82,7 @@ BAD = {
     "not there": (["--scorer", "ocr", "nowhere"], "nowhere is not there"),
     "lines": (["--function", "mine.py", "images", "--prompts", "mine.py"], "lines for 3 images: expected one for each"),
     "empty": (["--function", "mine.py", "empty"], "empty holds no image"),
-    "no sample": (["--function", "mine.py", "--samples", "mine.py"], "mine.py, line 2: Expecting value"),
+    "no sample": (["--function", "mine.py", "--samples", "mine.py"], "mine.py, line 2 is no JSON: Expecting value"),
     "no pair": (["--function", "mine.py", "images/0.png", "--pairs", "p"], "there is no pair to write"),
 }  # fmt: skip
 

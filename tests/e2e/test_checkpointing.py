@@ -1,8 +1,11 @@
 """A checkpoint is whole or not there, and a run goes on from its own; no run of its own."""
 
 import errno
+import hashlib
 import json
+import os
 import shutil
+import subprocess
 
 import pytest
 from ray.exceptions import RayTaskError
@@ -17,10 +20,11 @@ from verl_omni.trainer.diffusion.checkpointing import (
 )
 
 LATEST = "latest_checkpointed_iteration.txt"
+RUN = {"settings": {}, "content": {}}
 
 
 def save(folder, step, keep=None, error=None):
-    with publish(folder, step, {}, keep) as writing:
+    with publish(folder, step, RUN, keep) as writing:
         (writing / "state").mkdir()
         (writing / "state" / "tensors.safetensors").write_text(f"tensors {step}")
         (writing / "trainer.json").write_text(f"state {step}")
@@ -52,7 +56,7 @@ def test_none_is_deleted_before_there_are_too_many(tmp_path):
 
 def test_one_in_between_pushes_none_out_that_was_asked_for(tmp_path):
     for step in (100, 120, 140, 200, 220):
-        with publish(tmp_path, step, {}, keep=2) as writing:
+        with publish(tmp_path, step, RUN, keep=2) as writing:
             if step % 100:
                 (writing / IN_BETWEEN).touch()
     assert {100, 200} <= whole_checkpoints(tmp_path).keys()
@@ -70,7 +74,9 @@ def test_a_step_that_is_saved_again_is_replaced(tmp_path):
     save(tmp_path, 3)
     (tmp_path / "global_step_3" / "old").write_text("")
     save(tmp_path, 3)
-    assert {p.name for p in (tmp_path / "global_step_3").iterdir()} == {"manifest.json", "state", "trainer.json"}
+    assert {p.name for p in (tmp_path / "global_step_3").iterdir()} == {
+        *("manifest.json", "manifest.sha256", "state", "trainer.json")
+    }
 
 
 def test_a_deletion_that_was_interrupted_leaves_no_checkpoint(tmp_path, monkeypatch):
@@ -102,7 +108,7 @@ def test_a_run_over_an_old_folder_goes_on_from_its_own(tmp_path):
     assert found(tmp_path) == tmp_path / "global_step_10"
     earlier = tmp_path / "earlier_1"
     assert {p.name for p in earlier.iterdir()} == {"config.yaml", "metrics.jsonl", "global_step_100", LATEST}
-    assert (earlier / LATEST).read_text() == "100"
+    assert (earlier / LATEST).read_text().split()[0] == "100"
     assert found(earlier) == earlier / "global_step_100", "the older run is still whole"
 
 
@@ -130,7 +136,7 @@ def test_killed_between_a_checkpoint_and_its_note(tmp_path):
     assert found(tmp_path) == tmp_path / "global_step_1"
 
 
-@pytest.mark.parametrize("text", [None, "", "two", "-1"])
+@pytest.mark.parametrize("text", [None, "", "two", "-1", "2 a b", "9" * 5000, "\u0662"])
 def test_without_a_note_nobody_guesses(tmp_path, text):
     assert found(tmp_path) is None
     save(tmp_path, 2)
@@ -183,29 +189,99 @@ def flip_a_bit(path):
     path.write_bytes(content)
 
 
+def write_manifest(folder, content):
+    """Another manifest with a checksum that fits, as someone would write who means it."""
+    (folder / "manifest.json").write_text(content)
+    told = hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
+    (folder / "manifest.sha256").write_text(f"{told}  manifest.json\n")
+    (folder.parent / LATEST).write_text(f"{folder.name.removeprefix('global_step_')}\n")
+
+
 def edit_manifest(folder, change):
     manifest = json.loads((folder / "manifest.json").read_text())
     change(manifest)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(folder, json.dumps(manifest))
 
 
-TENSORS = "state/tensors.safetensors"
+def edited(**changes):
+    return lambda folder: edit_manifest(folder, lambda manifest: manifest.update(changes))
+
+
+def file_entry(name="trainer.json", **changes):
+    def change(manifest):
+        manifest["files"][name] = manifest["files"]["trainer.json"] | changes
+
+    return lambda folder: edit_manifest(folder, change)
+
+
+def unlabelled(folder):
+    edit_manifest(folder, lambda manifest: manifest.pop("run"))
+
+
+def replaced(name, by):
+    def act(folder):
+        (folder / name).unlink()
+        by(folder / name)
+
+    return act
+
+
+TENSORS, OVERWRITTEN = "state/tensors.safetensors", "manifest.json is cut off or overwritten"
+DEEP = "[" * 100_000 + "]" * 100_000
 DAMAGE = {
     "truncated": (lambda c: (c / TENSORS).write_text("tens"), f"{TENSORS} has 4 bytes and was written with 9"),
     "flipped": (lambda c: flip_a_bit(c / TENSORS), f"{TENSORS} does not have the content that was written"),
     "missing": (lambda c: (c / TENSORS).unlink(), f"{TENSORS} is missing"),
     "added": (lambda c: (c / "state" / "x.safetensors").write_text(""), "state/x.safetensors was added to it"),
-    "empty state": (lambda c: (c / "trainer.json").write_text(""), "trainer.json has 0 bytes and was written with 7"),
-    "truncated manifest": (lambda c: (c / "manifest.json").write_text('{"format": 1, "fi'), "is cut off"),
-    "empty manifest": (lambda c: (c / "manifest.json").write_text(""), "is cut off or overwritten"),
-    "manifest of a list": (lambda c: (c / "manifest.json").write_text("[1]"), "is cut off or overwritten"),
-    "manifest without files": (lambda c: edit_manifest(c, lambda m: m.pop("files")), "is cut off or overwritten"),
-    "file outside": (
-        lambda c: edit_manifest(c, lambda m: m["files"].update({"../x": m["files"]["trainer.json"]})),
-        "names ../x, which lies outside",
+    "a pipe added": (lambda c: os.mkfifo(c / "state/x.safetensors"), "state/x.safetensors was added to it"),
+    "a broken link added": (
+        lambda c: (c / "state/x.safetensors").symlink_to("/no/such/file"), "state/x.safetensors was added to it"
     ),
+    "a link to another file added": (
+        lambda c: (c / "state/x.safetensors").symlink_to(c / TENSORS), "state/x.safetensors was added to it"
+    ),
+    "a folder added": (lambda c: (c / "state/x.safetensors").mkdir(), "state/x.safetensors was added to it"),
+    "a pipe in its place": (replaced(TENSORS, os.mkfifo), f"{TENSORS} is no regular file"),
+    "a broken link in its place": (
+        replaced(TENSORS, lambda path: path.symlink_to("/no/such/file")), f"{TENSORS} is missing"
+    ),
+    "a device in its place": (replaced(TENSORS, lambda path: path.symlink_to("/dev/zero")), "is no regular file"),
+    "empty state": (lambda c: (c / "trainer.json").write_text(""), "trainer.json has 0 bytes and was written with 7"),
+    "truncated manifest": (lambda c: (c / "manifest.json").write_text('{"format": 1, "fi'), OVERWRITTEN),
+    "empty manifest": (lambda c: (c / "manifest.json").write_text(""), OVERWRITTEN),
+    "manifest of a list": (lambda c: (c / "manifest.json").write_text("[1]"), OVERWRITTEN),
+    "manifest with a flipped bit": (lambda c: flip_a_bit(c / "manifest.json"), "damaged: manifest.json "),
+    "manifest of another step": (
+        lambda c: (c / "manifest.json").write_text((c / "manifest.json").read_text().replace('step": 3', 'step": 1')),
+        "does not have the content that manifest.sha256 was written for",
+    ),
+    "manifest of another step with its checksum": (edited(global_step=1), "says that it is of step 1, not that of the"),
+    "manifest of no step": (edited(global_step=[3]), "says that it is of step [3], not that of the folder's name"),
+    "manifest of another save": (
+        lambda c: (c.parent / LATEST).write_text(f"3\n{'0' * 64}\n"), "is not the one whose checksum is in "
+    ),
+    "no checksum": (lambda c: (c / "manifest.sha256").unlink(), "manifest.sha256 is missing"),
+    "a pipe for a checksum": (replaced("manifest.sha256", os.mkfifo), "manifest.sha256 is no regular file"),
+    "a pipe for a manifest": (replaced("manifest.json", os.mkfifo), OVERWRITTEN),
+    "nested manifest": (lambda c: write_manifest(c, DEEP), "nested more than 64 levels deep"),
+    "nested run": (
+        lambda c: write_manifest(c, (c / "manifest.json").read_text().replace('"settings": {}', f'"settings": {DEEP}')),
+        "nested more than 64 levels deep",
+    ),
+    "manifest without a run": (unlabelled, "does not say of which run it is"),
+    "manifest with a list for a run": (edited(run=[1]), "does not say of which run it is"),
+    "manifest without files": (lambda c: edit_manifest(c, lambda m: m.pop("files")), OVERWRITTEN),
+    "manifest with a list of files": (edited(files=[1]), OVERWRITTEN),
+    "endless file": (file_entry(bytes=float("inf")), OVERWRITTEN),
+    "a file of 10^5000 bytes": (
+        lambda c: write_manifest(c, (c / "manifest.json").read_text().replace('"bytes": 7', f'"bytes": {"9" * 5000}')),
+        OVERWRITTEN,
+    ),
+    "a name of 5,000 letters": (file_entry("x" * 5000), "xxx is missing"),
+    "a name with a null byte": (file_entry("x\0"), " is missing"),
+    "file outside": (file_entry("../x"), "names ../x, which lies outside"),
     "gone": (shutil.rmtree, "names global_step_3, which is not there"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -217,7 +293,7 @@ def test_damage_is_named_and_the_user_decides(tmp_path, name):
     with pytest.raises(ValueError) as caught:
         found(tmp_path)
     line = str(caught.value)
-    assert said in line and "global_step_3" in line and "\n" not in line
+    assert said in line and "global_step_3" in line and "\n" not in line and len(line) < 1000
     assert f"go on from {tmp_path / 'global_step_2'} with trainer.resume_mode=auto_previous" in line
 
     chosen, notices = find_resume(tmp_path, "auto_previous", None)
@@ -227,6 +303,42 @@ def test_damage_is_named_and_the_user_decides(tmp_path, name):
     flip_a_bit(tmp_path / "global_step_1" / TENSORS)
     with pytest.raises(ValueError, match="No whole checkpoint is left"):
         found(tmp_path, "auto_previous")
+
+
+def test_one_of_an_earlier_version_has_no_checksum_of_its_manifest(tmp_path):
+    save(tmp_path, 3)
+    checkpoint = tmp_path / "global_step_3"
+    edited(format=1)(checkpoint)
+    (checkpoint / "manifest.sha256").unlink()
+    for mode in ("auto", "auto_previous", "resume_path"):
+        chosen, (notice,) = find_resume(tmp_path, mode, str(checkpoint))
+        assert chosen == checkpoint and "an earlier version, which left no checksum of manifest.json" in notice
+    edited(global_step=2)(checkpoint)
+    with pytest.raises(ValueError, match="says that it is of step 2"):
+        found(tmp_path)
+
+
+def test_the_checksum_is_one_that_other_programs_know(tmp_path):
+    save(tmp_path, 3)
+    checkpoint = tmp_path / "global_step_3"
+    subprocess.run(["sha256sum", "-c", "manifest.sha256"], cwd=checkpoint, check=True, capture_output=True)
+    told = (checkpoint / "manifest.sha256").read_text().split()[0]
+    assert (tmp_path / LATEST).read_text() == f"3\n{told}\n"
+    begin(tmp_path, checkpoint)
+    assert (tmp_path / LATEST).read_text() == f"3\n{told}\n"
+
+
+def test_what_lies_beside_the_state_is_not_opened(tmp_path):
+    save(tmp_path, 3)
+    os.mkfifo(tmp_path / "global_step_3" / "notes")
+    assert found(tmp_path) == tmp_path / "global_step_3"
+
+
+def test_a_note_that_is_a_pipe_is_not_waited_for(tmp_path):
+    save(tmp_path, 3)
+    replaced(LATEST, os.mkfifo)(tmp_path)
+    with pytest.raises(ValueError, match=f"{LATEST} is no regular file"):
+        found(tmp_path)
 
 
 def test_a_whole_checkpoint_is_what_auto_previous_takes_too(tmp_path):

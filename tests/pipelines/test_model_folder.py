@@ -36,7 +36,7 @@ WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 CASES = {
     "no JSON": (lambda f: write(f / INDEX, "{oops"), f"{INDEX} is no JSON: "),
     "no object": (lambda f: write(f / INDEX, "[1]"), f"{INDEX} holds a list: expected a JSON object"),
-    "not UTF-8": (lambda f: (f / INDEX).write_bytes(b"\xff\xfe"), f"{INDEX} is no JSON: "),
+    "not UTF-8": (lambda f: (f / INDEX).write_bytes(b"\xff\xfe"), f"{INDEX} is no JSON, which is text in UTF-8: "),
     "other layout": (lambda f: write(f / INDEX, '{"model_type": "qwen2"}'), f"{INDEX} names no pipeline"),
     "component without a pair": (lambda f: edit(f / INDEX, vae="AutoencoderKL"), f'{INDEX} has "vae": "AutoencoderKL"'),
     "component of three": (lambda f: edit(f / INDEX, vae=[1, 2]), f'{INDEX} has "vae": [1, 2]: expected ["library"'),

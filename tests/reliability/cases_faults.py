@@ -1,5 +1,8 @@
 """Faults: processes that die, disks that fill up, checkpoints that rot, two runs in one folder, surroundings."""
 
+import hashlib
+import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -117,6 +120,26 @@ def checkpoints() -> list[Fault]:
     def empty(path: Path) -> None:
         path.write_bytes(b"")
 
+    def pipe(path: Path) -> None:
+        os.mkfifo(path.with_name("added.safetensors"))
+
+    def broken_link(path: Path) -> None:
+        path.with_name("added.safetensors").symlink_to("/no/such/file")
+
+    def another_step(path: Path) -> None:
+        path.write_text(path.read_text().replace('"global_step": 2', '"global_step": 1'))
+
+    def nested(path: Path) -> None:
+        path.write_text("[" * 100_000 + "]" * 100_000)
+
+    def anonymous(path: Path) -> None:
+        """Of no run, with a checksum that fits."""
+        said = json.loads(path.read_text())
+        del said["run"]
+        path.write_text(json.dumps(said))
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        path.with_name("manifest.sha256").write_text(f"{digest}  {path.name}\n")
+
     def hollow(folder: Path) -> None:
         shutil.copytree(interrupted(), folder / "run")
         (folder / "run/global_step_99").mkdir()
@@ -126,6 +149,12 @@ def checkpoints() -> list[Fault]:
         Fault(theme, "one bit of the weights is flipped", **damaged("state/*.safetensors", flip)),
         Fault(theme, "the weights are gone", **damaged("state/*.safetensors", Path.unlink)),
         Fault(theme, "its manifest is cut off", **damaged("manifest.json", cut)),
+        Fault(theme, "a named pipe lies among the weights", **damaged("state/*.safetensors", pipe)),
+        Fault(theme, "a broken link lies among the weights", **damaged("state/*.safetensors", broken_link)),
+        Fault(theme, "one bit of its manifest is flipped", **damaged("manifest.json", flip)),
+        Fault(theme, "its manifest is of another step", **damaged("manifest.json", another_step)),
+        Fault(theme, "its manifest is nested 100,000 levels deep", **damaged("manifest.json", nested)),
+        Fault(theme, "its manifest is of no run", **damaged("manifest.json", anonymous)),
         Fault(theme, "the trainer's state is empty", **damaged("trainer.*", empty)),
         Fault(theme, "an empty folder global_step_99", given=hollow, ends="succeeds", says=None),
     ]  # fmt: skip

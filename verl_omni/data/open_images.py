@@ -1,9 +1,9 @@
 """The images of a prompt, as a data file holds them, to PIL images."""
 
-import io
-import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+from verl_omni.utils.image_files import opened_image
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -26,7 +26,7 @@ def check_images(column: Iterable[Any] | None) -> None:
 
 
 def _open(item: Any, convert: bool = True) -> "Image":
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     if isinstance(item, Image.Image):
         return item.convert("RGB")
@@ -37,7 +37,7 @@ def _open(item: Any, convert: bool = True) -> "Image":
             "`bytes` or `path`"
         )
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else os.path.expanduser(source)) as image:
+        with opened_image(source) as image:
             return image.convert("RGB") if convert else image
-    except (OSError, UnidentifiedImageError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"an image of the column `images` cannot be opened: {error}") from error

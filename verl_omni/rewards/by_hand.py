@@ -1,7 +1,7 @@
 """Rewards tried on images that are already there: before a run, or to make pairs of them."""
 
 import asyncio
-import json
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +11,8 @@ from typing import Any
 from verl_omni.rewards.choice import Choice
 from verl_omni.rewards.reward_function import RewardError, RewardFunction
 from verl_omni.rewards.scoring import Scoring
+from verl_omni.utils.image_files import opened_image
+from verl_omni.utils.json_files import read_lines
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
 
@@ -50,19 +52,17 @@ def find_images(places: Sequence[str | Path]) -> list[Path]:
 def read_samples(path: str | Path) -> list[Sample]:
     """Of a JSONL file with `image` (or `file_name`), `prompt`, `ground_truth`, `extra_info`; runs write such."""
     path, samples = Path(path), []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
-        name = isinstance(row, dict) and (row.get("image") or row.get("file_name"))
+    for where, row in read_lines(path):
+        name = row.get("image") or row.get("file_name")
         if not isinstance(name, str):
-            raise ValueError(f"{path}, line {number}: there is no `image`: expected the name of a file")
+            raise ValueError(f"{where}: there is no `image`: expected the name of a file")
         image = path.parent / name
-        if not image.is_file():
-            raise FileNotFoundError(f"{path}, line {number}: {image} is not there")
+        if not os.path.isfile(image):  # Path.is_file raises where a name is too long
+            raise FileNotFoundError(f"{where}: {str(image)[:200]} is not there")
+        for key, kind in (("prompt", str), ("reward_model", dict), ("extra_info", dict)):
+            if not isinstance(row.get(key), kind | None):
+                expected = "a text" if kind is str else "an object"
+                raise ValueError(f"{where}: {key} is {row[key]!r:.60}: expected {expected}")
         truth = row.get("ground_truth") or (row.get("reward_model") or {}).get("ground_truth")
         samples.append(Sample(image, row.get("prompt") or "", truth, row.get("extra_info") or {}))
     if not samples:
@@ -112,13 +112,13 @@ def open_pixels(path: Path) -> Any:
     """An image as floats in [0, 1], (3, H, W), an animation as (F, 3, H, W)."""
     import numpy as np
     import torch
-    from PIL import Image, ImageSequence
+    from PIL import ImageSequence
 
     try:
-        with Image.open(path) as image:
+        with opened_image(path) as image:
             frames = [np.array(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)]
-    except OSError as error:
-        raise RewardError(f"{path} cannot be read as an image: {error}") from error
+    except (OSError, ValueError) as error:
+        raise RewardError(str(error)) from error
     pixels = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2).float() / 255
     return pixels if len(frames) > 1 else pixels[0]
 

@@ -3,8 +3,9 @@
 A checkpoint is written under a temporary name and renamed when every part of it is on disk. A run that was killed in
 the middle of a save leaves only a temporary folder, which the next save removes.
 
-`latest_checkpointed_iteration.txt` names the step to go on from; 0 is a run that has none yet. A run that starts from
-nothing, or from an earlier step, first moves what is not its own past to `earlier_N`.
+`latest_checkpointed_iteration.txt` names the step to go on from and, in a second line, the checksum of its manifest; 0
+is a run that has none yet. A run that starts from nothing, or from an earlier step, first moves what is not its own
+past to `earlier_N`.
 """
 
 import errno
@@ -18,6 +19,8 @@ from typing import Any
 
 from verl_omni.trainer.diffusion import manifest
 from verl_omni.trainer.diffusion.manifest import CheckpointError
+from verl_omni.utils.json_files import read_object
+from verl_omni.utils.regular_files import open_regular
 
 STEP = re.compile(r"global_step_(\d+)")
 LATEST = "latest_checkpointed_iteration.txt"
@@ -85,7 +88,10 @@ def write_data_state(checkpoint: Path, state: dict[str, Any]) -> None:
 
 def data_state(checkpoint: Path) -> dict[str, Any]:
     """Where in the data a run goes on from there."""
-    return json.loads((checkpoint / TRAINER).read_text())["data"]
+    state = read_object(checkpoint / TRAINER).get("data")
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{checkpoint / TRAINER} does not say where in the data the run was")
+    return state
 
 
 def check_room(folder: Path, needed: int) -> None:
@@ -119,8 +125,8 @@ def _is_full(error: BaseException | None) -> bool:
 
 
 def _set_latest(folder: Path, step: int) -> None:
-    latest = folder / f".{LATEST}"
-    latest.write_text(str(step))
+    latest, source = folder / f".{LATEST}", folder / f"global_step_{step}"
+    latest.write_text(f"{step}\n{manifest.digest(source)}\n" if step else "0\n")
     manifest.flush(latest)
     latest.replace(folder / LATEST)
     manifest.flush(folder)
@@ -167,12 +173,13 @@ def find_resume(folder: str | Path, mode: str, path: str | None) -> tuple[Path |
     if mode == "disable":
         return None, []
     if mode == "resume_path":
-        return _named(path), []
+        chosen = _named(path)
+        return chosen, _check(chosen)
     if mode not in MODES:
         raise ValueError(f'trainer.resume_mode="{mode}": expected {", ".join(MODES[:-1])} or {MODES[-1]}')
     folder = Path(folder).expanduser()
     whole, notices = whole_checkpoints(folder), []
-    latest = _read_latest(folder, whole)
+    latest, digest = _read_latest(folder, whole)
     for step, other in _steps(folder).items():
         if step not in whole and step != latest:
             if not whole and (other / "trainer.pt").is_file():
@@ -185,8 +192,7 @@ def find_resume(folder: str | Path, mode: str, path: str | None) -> tuple[Path |
     try:
         if not chosen.is_dir():
             raise CheckpointError(f"{folder / LATEST} names {chosen.name}, which is not there")
-        manifest.check(chosen)
-        return chosen, notices
+        return chosen, notices + _check(chosen, digest)
     except CheckpointError as error:
         if mode == "auto":
             way = f"go on from {before[0]} with trainer.resume_mode=auto_previous, or " if before else ""
@@ -194,8 +200,7 @@ def find_resume(folder: str | Path, mode: str, path: str | None) -> tuple[Path |
         notices.append(f"{error}.")
     for earlier in before:
         try:
-            manifest.check(earlier)
-            return earlier, notices
+            return earlier, notices + _check(earlier)
         except CheckpointError as error:
             notices.append(f"{error}.")
     raise CheckpointError(
@@ -203,21 +208,36 @@ def find_resume(folder: str | Path, mode: str, path: str | None) -> tuple[Path |
     )
 
 
-def _read_latest(folder: Path, whole: dict[int, Path]) -> int:
+def _check(checkpoint: Path, digest: str | None = None) -> list[str]:
+    """Raise one line where a checkpoint is not as it was written; what the user should know of it otherwise."""
+    made = manifest.check(checkpoint)
+    if digest is not None and digest != manifest.digest(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint} is damaged: {manifest.NAME} is not the one whose checksum is in "
+            f"{checkpoint.with_name(LATEST)}"
+        )
+    if made["format"] == manifest.WITHOUT_CHECKSUM:
+        return [f"{checkpoint} was written by an earlier version, which left no checksum of {manifest.NAME} itself."]
+    return []
+
+
+def _read_latest(folder: Path, whole: dict[int, Path]) -> tuple[int, str | None]:
+    """The step, and the checksum of its manifest where there is one: earlier versions and people write none."""
     try:
-        text = (folder / LATEST).read_text()
+        with open_regular(folder / LATEST) as file:
+            step, *digest = file.read(1000).decode("ascii", errors="replace").split() or [""]
     except FileNotFoundError:
         if not whole:
-            return 0
-        text = ""
-    if not text.strip().isdecimal():
+            return 0, None
+        step, digest = None, []
+    if step is None or not re.fullmatch("[0-9]{1,18}", step) or len(digest) > 1:
         newest = next(reversed(whole.values()), folder / "global_step_N")
         raise CheckpointError(
-            f"{folder / LATEST} {'names no step' if text else 'is missing'}: name the checkpoint to go on from with "
-            f"trainer.resume_mode=resume_path trainer.resume_from_path={newest}, or start anew with "
+            f"{folder / LATEST} {'is missing' if step is None else 'names no step'}: name the checkpoint to go on from "
+            f"with trainer.resume_mode=resume_path trainer.resume_from_path={newest}, or start anew with "
             "trainer.resume_mode=disable"
         )
-    return int(text)
+    return int(step), next(iter(digest), None)
 
 
 def _named(path: str | None) -> Path:
@@ -228,5 +248,4 @@ def _named(path: str | None) -> Path:
         raise CheckpointError(
             f'trainer.resume_from_path="{path}" is no checkpoint: expected a global_step_N folder that a run wrote'
         )
-    manifest.check(chosen)
     return chosen
