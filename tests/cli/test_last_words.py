@@ -80,3 +80,9 @@ def test_where_to_go_on(tmp_path, mode, how):
     going_on = f"; the same command{how} goes on from {tmp_path}/global_step_10"
     assert last_words(at) == f"{going_on}; details in {tmp_path}/run.log"
     assert last_words(Progress()) == "", "before there is a folder"
+
+
+def test_what_there_is_to_read(tmp_path):
+    at = Progress(run_dir=str(tmp_path), saves=False, report="run/report.html")
+    nothing = "; nothing was saved, as trainer.save_freq=0; report in run/report.html; details in "
+    assert last_words(at) == f"{nothing}{tmp_path}/run.log"

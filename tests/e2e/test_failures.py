@@ -4,7 +4,7 @@ import os
 import re
 
 import pytest
-from e2e_runs import QuickRun, settings
+from e2e_runs import SCORES_A_STEP, SCORES_OF_VALIDATION, QuickRun, settings
 
 pytestmark = pytest.mark.timeout(1500)  # whole runs, on a machine that may be busy
 
@@ -46,12 +46,29 @@ def test_one_of_two_workers_is_killed(tmp_path):
     assert not os.path.exists(f"/proc/{killed}")
 
 
-def test_a_reward_that_ends_its_process_is_one_line(tmp_path):
-    (tmp_path / "reward.py").write_text("import os\n\ndef compute_score(prompt):\n    os._exit(1)\n")
+ENDS_IN_STEP_2 = """
+import os
+
+calls = 0
+
+def compute_score(prompt):
+    global calls
+    calls += 1
+    if calls > {calls}:
+        os._exit(1)
+    return float(calls)
+"""
+
+
+def test_a_reward_that_ends_its_process_is_one_line_and_costs_no_step(tmp_path):
+    (tmp_path / "reward.py").write_text(ENDS_IN_STEP_2.format(calls=SCORES_OF_VALIDATION + SCORES_A_STEP))
     run = QuickRun(settings("run", "reward.custom_reward_function.path=reward.py"), tmp_path)
     assert run.wait() == 1
     *_, last = run.output().splitlines()
-    assert re.match(r"error: reward process 0 \(pid \d+\) died during the (validation|rewards)\b", last)
+    died = r"error: reward process 0 \(pid \d+\) died during the \w+ of step 2: it was killed, or it crashed"
+    end = "; the same command goes on from run/global_step_1; report in run/report.html; details in run/run.log"
+    assert re.fullmatch(died + re.escape(end), last)
+    assert (tmp_path / "run/report.html").exists() and (tmp_path / "run/global_step_1/manifest.json").exists()
     assert "Traceback" not in run.output()
 
 

@@ -89,6 +89,26 @@ def rewards() -> list[Fault]:
     ]  # fmt: skip
 
 
+def unsaved() -> list[Fault]:
+    """Nothing is saved before the end, by the settings: the run saves what is whole when it ends itself."""
+    theme, at_the_end = "Nothing is saved yet, and the run ends itself", ("trainer.save_freq=-1",)
+    saved = ("goes on from run/global_step_2", "report in run/report.html")
+
+    def ends(name: str, deed: dict, *more: str) -> Fault:
+        arguments = (*at_the_end, *more)
+        return Fault(theme, name, {"after": 2} | deed, says=saved, arguments=arguments, again=arguments)
+
+    return [
+        ends("a reward that fails", {"at": "rewards", "do": "raise"}, "reward.on_failure=stop",
+             "reward.retries=0"),
+        ends("a reward process that dies", {"at": "rewards", "do": "os._exit"}),
+        ends("an agent-loop process that dies", order("rollout", "DiffusionAgentLoopWorker", SIGKILL, 2)),
+        ends("a mistake in the first update of a step", {"at": "update", "do": "raise"}),
+        Fault(theme, "Ctrl-C with trainer.save_freq=0", order("update", "foreground", SIGINT),
+              arguments=("trainer.save_freq=0",), says=("nothing was saved, as trainer.save_freq=0",), repeats=True),
+    ]  # fmt: skip
+
+
 def disks() -> list[Fault]:
     theme, size = "The disk is full", 64 * 2**20
     return [
@@ -191,4 +211,4 @@ def surroundings() -> list[Fault]:
     ]  # fmt: skip
 
 
-CASES = [*killed(), *asked(), *processes_die(), *rewards(), *disks(), *checkpoints(), *surroundings()]
+CASES = [*killed(), *asked(), *processes_die(), *rewards(), *unsaved(), *disks(), *checkpoints(), *surroundings()]

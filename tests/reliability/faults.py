@@ -49,6 +49,7 @@ class Fault:
     says: tuple[str, ...] | None = ()
     ends: str = "fails"
     again: tuple[str, ...] = ()
+    repeats: bool = False  # whether more than one step may have to be done again
     clean: bool = True  # whether "the rest" of the output has to be in order; not where nobody of ours is left to write
     disk: int | None = None  # bytes of a disk of its own for the run's folder
     limit: float = SECONDS
@@ -141,7 +142,7 @@ def going_on(case: Fault, folder: Path, logged: int, why: list[str]) -> dict[str
             why.append(f"going on ends with {code}: {said[-1][:200] if said else 'nothing said'}")
         if left:
             why.append("going on leaves processes behind")
-        if len(repeated) > 1 and not case.again:
+        if len(repeated) > 1 and not (case.again or case.repeats):
             why.append(f"steps {repeated} had to be done again")
     same = equal(run_dir)
     if same:

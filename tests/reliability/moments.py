@@ -94,6 +94,7 @@ DEEDS = {
     "block": lambda order: re.match(r"(a+)+$", "a" * 60 + "b"),  # for years, with Python's lock held
     "sys.exit": lambda order: sys.exit(3),
     "os._exit": lambda order: os._exit(3),
+    "raise": lambda order: raise_(ConnectionError("the judge is gone")),
     "KeyboardInterrupt": lambda order: raise_(KeyboardInterrupt()),
     "crash": lambda order: os.kill(os.getpid(), signal.SIGSEGV),
     "starve": starve,

@@ -18,13 +18,18 @@ from verl_omni.utils.errors import RunError
 EQUAL, DIFFERENT = [1.0, 1.0, 0.5, 0.5], [1.0, 0.0, 0.5, 0.5]
 
 
+class Prompts(list):
+    def state_dict(self):
+        return {}
+
+
 class Loop(BaseRayDiffusionTrainer):
     """The loop of training with steps that are given: (metrics of the update, rewards)."""
 
     def __init__(self, steps: list[tuple[dict[str, float], list[float]]]):
         self.settings = self.config = DiffusionTrainerConfig()
         self.steps, self.global_step, self.total_steps = steps, 0, len(steps)
-        self.train_loader, self.val_loader, self.online = range(len(steps)), None, True
+        self.train_loader, self.val_loader, self.online = Prompts(range(len(steps))), None, True
         self.saving = Saving(self.config.trainer)
         self.actor_wg, self.saved, self.logged = types.SimpleNamespace(world_size=1), [], []
 
@@ -36,6 +41,9 @@ class Loop(BaseRayDiffusionTrainer):
             | {name: object_array([None] * 4) for name in ("image_file", "keep_to")},
         )
         return batch, dict(metrics)
+
+    def changes(self) -> list[int]:
+        return [self.global_step]
 
     def save_checkpoint(self, last: bool = False) -> None:
         self.saved.append(self.global_step)

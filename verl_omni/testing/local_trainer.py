@@ -78,6 +78,9 @@ class _LocalWorkers:
         agents = _Handle(DiffusionAgentLoopWorker(self.config, servers, rewards))
         self.agent_loop_manager = _LocalAgentLoops(self.config, servers, rewards, [agents])
 
+    def changes(self) -> list[int]:
+        return [self.actor_wg.worker.changes()]
+
 
 class _Handle:
     """An object as one calls it in another process: `handle.method.remote(...)` gives what is to be awaited."""

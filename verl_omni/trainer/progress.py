@@ -32,6 +32,8 @@ class Progress:
     stage: str = "start"
     step: int = 0
     done: int = 0
+    saves: bool = True  # not with trainer.save_freq=0
+    report: str | None = None  # where it is, once the run has ended and written it
     over: int | None = None  # the exit code, once there is nothing left to do but to end
     last: str | None = None  # and what is then to be said, should the ending hang
 

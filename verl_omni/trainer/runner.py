@@ -1,5 +1,6 @@
 """One run: its checks, its Ray, its workers and its trainer."""
 
+import contextlib
 import dataclasses
 import os
 from typing import Any
@@ -63,7 +64,7 @@ class TaskRunner:
 
     def report(self) -> dict[str, Any]:
         """Where the run is."""
-        return {"stage": progress.stage, "step": progress.step, "done": progress.done}
+        return {name: getattr(progress, name) for name in ("stage", "step", "done", "report")}
 
     def stop(self) -> bool:
         """Finish the step, save, and end."""
@@ -118,7 +119,8 @@ def run_diffusion(config: DictConfig, task_runner_class: Any = None, quiet: bool
     from verl_omni.trainer.run_lock import run_lock
     from verl_omni.utils.external_lib import with_registered
 
-    tell(run_dir=None, stage="start", step=0, done=0, over=None, last=None)  # of several runs in one process
+    # Several runs may follow each other in one process.
+    tell(run_dir=None, stage="start", step=0, done=0, report=None, over=None, last=None)
     check_groups(config)
     if config.ray.address is not None:
         check_answers(config.ray.address)
@@ -146,7 +148,8 @@ def _run_on_ray(config: DictConfig, task_runner_class: Any, quiet: bool) -> None
     run_dir = os.path.expanduser(config.trainer.default_local_dir)
     if quiet:
         open_run_log(run_dir)
-    tell(run_dir=run_dir, resume_mode=config.trainer.resume_mode, stage="start of Ray")
+    trainer = config.trainer
+    tell(run_dir=run_dir, resume_mode=trainer.resume_mode, saves=trainer.save_freq != 0, stage="start of Ray")
     started = not ray.is_initialized()
     try:
         with in_one_line():
@@ -181,6 +184,7 @@ def check_groups(config: DictConfig) -> None:
 def run_on_cluster(config: DictConfig) -> None:
     """The runner as an actor; this process hands its reports on, and a signal to it."""
     import ray
+    from ray.exceptions import RayActorError
 
     runner = ray.remote(TaskRunner).options(max_concurrency=2).remote()  # it reports while it runs
     know("runner", [runner])
@@ -189,6 +193,8 @@ def run_on_cluster(config: DictConfig) -> None:
         tell(**ray.get(runner.report.remote()))
         if interrupts.stop_requested() and not told:
             told = ray.get(runner.stop.remote())
+    with contextlib.suppress(RayActorError):  # it has died: `running` says so
+        tell(**ray.get(runner.report.remote()))
     ray.get(running)
 
 

@@ -348,6 +348,11 @@ class DiffusionWorker(Worker):
         self.engine.save_checkpoint(path, global_step=global_step)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def changes(self) -> int:
+        """How often what `save_checkpoint` would write has been changed here."""
+        return self.engine.changes
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checkpoint_bytes(self) -> int:
         """The size of what `save_checkpoint` would write now."""
         return self.engine.checkpoint_bytes()

@@ -24,7 +24,6 @@ from verl_omni.agent_loop.outputs import side_by_side
 from verl_omni.algorithms.registry import get_algorithm
 from verl_omni.data.prompt_loader import create_dataloader, create_val_dataloader, steps_for_epochs
 from verl_omni.pipelines.settings import validation_sampling
-from verl_omni.report.report import write_report
 from verl_omni.report.starts import note_start, typed_command
 from verl_omni.report.timeline import Timeline
 from verl_omni.report.tracking import Tracking, readable
@@ -36,6 +35,7 @@ from verl_omni.trainer.diffusion.diffusion_metric_utils import (
     compute_throughput_metrics_diffusion,
     compute_timing_metrics_diffusion,
 )
+from verl_omni.trainer.diffusion.ending import WholeStep, changes, report, save_what_is_whole, where_things_are
 from verl_omni.trainer.diffusion.experience import Experience
 from verl_omni.trainer.diffusion.idle import Balance, shares
 from verl_omni.trainer.diffusion.modes import PACES
@@ -99,6 +99,7 @@ class BaseRayDiffusionTrainer(Sampling):
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         self.global_step = 0
         self.trained_groups: dict[str, Any] | None = None  # of steps that are not trained as a whole
+        self.whole: WholeStep | None = None
         self.saving, self.timeline = Saving(self.settings.trainer), Timeline()
         self._create_dataloaders(collate_fn, train_sampler)
 
@@ -215,10 +216,11 @@ class BaseRayDiffusionTrainer(Sampling):
 
     def save_checkpoint(self, last: bool = False) -> None:
         keep = self.config.trainer.max_ckpt_to_keep
+        self.saving.begins(self.global_step)
         checkpointing.check_room(self.run_dir, self.actor_wg.checkpoint_bytes()[0])
         with checkpointing.publish(self.run_dir, self.global_step, self.record, keep) as folder:
             self.actor_wg.save_checkpoint(str(folder), self.global_step)
-            checkpointing.write_data_state(folder, self.pace.data_state())
+            checkpointing.write_data_state(folder, self.whole.data, self.whole.validation_due)
             if not self.saving.is_asked_for(self.global_step, last):
                 self.saving.mark(folder)
         self.saving.saved(self.run_dir, self.global_step)
@@ -230,6 +232,7 @@ class BaseRayDiffusionTrainer(Sampling):
             return start
         self.actor_wg.load_checkpoint(str(start.source))
         self.global_step = start.step
+        self.saving.begins(start.step)  # it is there
         if self.train_loader is None:
             print(f"Validating {start.source}.", flush=True)
             return start
@@ -276,35 +279,27 @@ class BaseRayDiffusionTrainer(Sampling):
             total_steps=self.total_steps,
             only_adds=trainer.val_only,
         )
-        if (
-            self.val_loader is not None
-            and self.online
-            and (trainer.val_only or (trainer.val_before_train and start.source is None))
-        ):
-            with timer({}, "testing"):
-                tracking.log(self.validate(), step=self.global_step)
-        if not trainer.val_only:
-            with contextlib.closing(PACES[trainer.mode](self)) as self.pace:
-                self._train(tracking)
+        before = trainer.val_only or start.validation_due or (trainer.val_before_train and start.source is None)
+        try:
+            if self.val_loader is not None and self.online and before:
+                with timer({}, "testing"):
+                    tracking.log(self.validate(), step=self.global_step)
+            if not trainer.val_only:
+                with contextlib.closing(PACES[trainer.mode](self)) as self.pace:
+                    self._train(tracking)
+        except Exception:
+            save_what_is_whole(self)
+            report(self)
+            raise
         tracking.finish()
+        written = report(self)
         if not self.stopped:
-            print(self._where_things_are(), flush=True)
+            print(where_things_are(self.run_dir, self.global_step, written), flush=True)
 
     @property
     def stopped(self) -> bool:
         """Asked to end before its last step."""
         return stop_requested() and self.global_step < self.total_steps
-
-    def _where_things_are(self) -> str:
-        """One line for the end of a run: its weights, its report and its folder."""
-        found, checkpoint = [], checkpointing.whole_checkpoints(self.run_dir).get(self.global_step)
-        if checkpoint is not None:  # none with trainer.save_freq=0
-            export = checkpoint / "export"
-            found.append(f"weights in {export}" if export.is_dir() else f"checkpoint in {checkpoint}, no export")
-        metrics = self.run_dir / "metrics.jsonl"
-        if "jsonl" in self.config.trainer.logger and metrics.stat().st_size:  # empty: there was nothing to do
-            found.append(f"report in {write_report(self.run_dir)}")
-        return ", ".join(["Done: all of the run is in " + str(self.run_dir), *found])
 
     def _train(self, tracking: Tracking) -> None:
         rewards = weighted(read_choices(self.settings.reward.scorers))
@@ -325,6 +320,7 @@ class BaseRayDiffusionTrainer(Sampling):
                 if profiled:
                     self.actor_wg.stop_profile(str(self.run_dir))
                 self.global_step += 1
+                self.whole = WholeStep(self.global_step, self.pace.data_state(), self.changes())
                 metrics |= compute_data_metrics_diffusion(batch) | reward_metrics(batch, rewards)
                 if self.online:
                     write_training_samples(batch)
@@ -336,22 +332,17 @@ class BaseRayDiffusionTrainer(Sampling):
                         print(line, flush=True)
                 stalled = zero_gradients.see(metrics, self.global_step)
                 last = stalled or self.global_step == self.total_steps
-                if (
-                    self.val_loader is not None
-                    and self.online
-                    and is_due(self.global_step, self.config.trainer.test_freq, last)
-                ):
-                    with timer(timing, "settle"):
-                        self.pace.settle()
-                    with timer(timing, "testing"):
-                        metrics |= self.validate()
-                metrics |= compute_mfu_metrics(metrics, timing)
-                metrics |= compute_timing_metrics_diffusion(timing, len(batch))
-                metrics |= compute_throughput_metrics_diffusion(batch, timing, self._devices)
-                metrics["training/global_step"] = self.global_step
-                tracking.log(metrics, step=self.global_step)
-                self.timeline.add_stages(timing.spans)
-                self.timeline.write(self.global_step)
+                testing = self.val_loader is not None and self.online
+                try:
+                    if testing and is_due(self.global_step, self.config.trainer.test_freq, last):
+                        self.whole.validation_due = True
+                        with timer(timing, "settle"):
+                            self.pace.settle()
+                        with timer(timing, "testing"):
+                            metrics |= self.validate()
+                        self.whole.validation_due = False
+                finally:  # the step is done, and may be saved without its validation
+                    self._log_step(tracking, batch, metrics, timing)
                 # After the line is written: a run that goes on from this checkpoint keeps all lines up to it.
                 if self.saving.is_due(self.global_step, last):
                     saving: dict[str, float] = {}
@@ -367,6 +358,19 @@ class BaseRayDiffusionTrainer(Sampling):
                     zero_gradients.end(metrics, self.global_step)
             if self.stopped and self.saving.misses(self.global_step):  # the signal came just after the question
                 self.save_checkpoint()
+
+    def changes(self) -> list[int] | None:
+        """How often each rank has changed what a checkpoint holds; None where one does not answer."""
+        return changes(self.actor_wg)
+
+    def _log_step(self, tracking: Tracking, batch: DataProto, metrics: dict[str, float], timing: Stages) -> None:
+        metrics |= compute_mfu_metrics(metrics, timing)
+        metrics |= compute_timing_metrics_diffusion(timing, len(batch))
+        metrics |= compute_throughput_metrics_diffusion(batch, timing, self._devices)
+        metrics["training/global_step"] = self.global_step
+        tracking.log(metrics, step=self.global_step)
+        self.timeline.add_stages(timing.spans)
+        self.timeline.write(self.global_step)
 
     @property
     def _devices(self) -> int:

@@ -82,8 +82,16 @@ def publish(folder: str | Path, step: int, run: dict[str, Any], keep: int | None
             remove(old)
 
 
-def write_data_state(checkpoint: Path, state: dict[str, Any]) -> None:
-    (checkpoint / TRAINER).write_text(json.dumps({"data": state}))
+def write_data_state(checkpoint: Path, state: dict[str, Any], validation_due: bool = False) -> None:
+    due = {"validation_due": True} if validation_due else {}
+    (checkpoint / TRAINER).write_text(json.dumps({"data": state} | due))
+
+
+def validation_is_due(checkpoint: Path) -> bool:
+    """Whether the run ended before its step was validated, and nobody has done it since."""
+    due = json.loads((checkpoint / TRAINER).read_text()).get("validation_due", False)
+    step = STEP.fullmatch(checkpoint.name)[1]
+    return due and not (checkpoint.parent / "validation" / f"step_{step}" / "samples.jsonl").exists()
 
 
 def data_state(checkpoint: Path) -> dict[str, Any]:

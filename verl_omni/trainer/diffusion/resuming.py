@@ -16,6 +16,7 @@ class Start:
     step: int = 0
     changed: bool = False
     finished: bool = False
+    validation_due: bool = False  # of that step, which ended without it
     notices: list[str] = field(default_factory=list)  # lines for the user
 
 
@@ -43,7 +44,8 @@ def plan_start(config: DictConfig, total_steps: int, record: dict[str, Any] | No
                 f"{source} has {start.step} steps behind it, more than the {total_steps} of this command: raise "
                 f"trainer.total_training_steps, or start anew with trainer.resume_mode=disable"
             )
-        start.finished = total_steps == start.step
+        start.validation_due = checkpointing.validation_is_due(source)
+        start.finished = total_steps == start.step and not start.validation_due
     return start
 
 

@@ -1,4 +1,4 @@
-"""When to save: at the steps that were asked for, in between by the clock, and when the run is asked to stop."""
+"""When to save: at the steps that were asked for, in between by the clock, and when the run ends early."""
 
 import time
 from pathlib import Path
@@ -26,8 +26,12 @@ class Saving:
     def is_asked_for(self, step: int, last: bool) -> bool:
         return is_due(step, self.every, last)
 
+    def begins(self, step: int) -> None:
+        """A checkpoint of this step is there, or is being tried: nobody tries again."""
+        self._step = step
+
     def misses(self, step: int) -> bool:
-        """Whether a run that stops after this step would lose it."""
+        """Whether a run that ends after this step would lose it."""
         return self.every != 0 and step != self._step
 
     def _clock_is_up(self) -> bool:
@@ -35,12 +39,12 @@ class Saving:
 
     def mark(self, folder: Path) -> None:
         """Into a checkpoint that is being written: it is not one of those that the user asked for."""
-        note = "saved by trainer.save_minutes or on a signal; the next one replaces it\n"
+        note = "saved by trainer.save_minutes, on a signal or after a failure; the next one replaces it\n"
         (folder / checkpointing.IN_BETWEEN).write_text(note)
 
     def saved(self, folder: Path, step: int) -> None:
         """A whole checkpoint is there: older ones in between are not needed any more."""
-        self._last, self._step = time.monotonic(), step
+        self._last = time.monotonic()
         for number, path in checkpointing.whole_checkpoints(folder).items():
             if number < step and (path / checkpointing.IN_BETWEEN).exists():
                 checkpointing.remove(path)

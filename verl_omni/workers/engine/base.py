@@ -74,6 +74,7 @@ class DiffusionEngine(BaseEngine):
         self.micro_batch_size = 16
         self.rows_per_unit = 1
         self.ema_decay = 0.0
+        self.changes = 0  # of what a checkpoint holds
 
     # ---- what one engine says of itself --------------------------------------------------------------
 
@@ -171,6 +172,7 @@ class DiffusionEngine(BaseEngine):
 
     def move_old(self, decay: float) -> None:
         """old <- decay * old + (1 - decay) * current."""
+        self.changes += 1
         self.policies.blend("old", decay)
 
     # ---- modes and policies --------------------------------------------------------------------------
@@ -377,6 +379,7 @@ class DiffusionEngine(BaseEngine):
         if limit and norm > limit:
             for grad in grads:
                 local(grad).mul_(limit / (norm + 1e-6))
+        self.changes += 1
         self.optimizer.step()
         if self.ema_decay:
             self.policies.blend("ema", self.ema_decay)

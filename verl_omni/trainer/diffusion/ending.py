@@ -1,0 +1,87 @@
+"""The end of a run, whatever its reason: what is whole is saved, the report is written, and a line says where."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from verl_omni.report.report import write_report
+from verl_omni.trainer.diffusion import checkpointing
+from verl_omni.trainer.failures import what_failed
+from verl_omni.trainer.progress import tell
+from verl_omni.trainer.run_log import log_traceback
+
+if TYPE_CHECKING:
+    from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
+
+SECONDS_TO_ANSWER = 60.0  # a rank that waits for another, which has failed, never does
+
+
+@dataclass
+class WholeStep:
+    """The last step that was learned to its end: what a checkpoint needs beside the weights of that moment."""
+
+    step: int
+    data: dict[str, Any]  # where in the data a run goes on from there
+    changes: list[int] | None  # how often each rank has changed its weights by then
+    validation_due: bool = False
+
+
+def save_what_is_whole(trainer: "BaseRayDiffusionTrainer") -> None:
+    """After a failure: the last whole step, if it is not saved yet and no later step has touched the weights."""
+    whole = trainer.whole
+    if whole is None or not trainer.saving.misses(whole.step):
+        return
+    try:
+        if whole.changes is None or trainer.changes() != whole.changes:
+            return
+        if trainer.rollouts is not None:
+            trainer.rollouts.end()  # it may have other weights in their place
+        trainer.save_checkpoint()
+    except Exception as error:  # the one that ends the run is told; this one beside it
+        log_traceback(error)
+        print(f"step {whole.step} could not be saved: {what_failed(error)}", flush=True)
+
+
+def changes(workers: Any) -> list[int] | None:
+    """How often each rank has changed what a checkpoint holds; None where one is dead or does not answer."""
+    asked = workers.execute_all_async("changes")
+    deadline, waiting = time.monotonic() + SECONDS_TO_ANSWER, list(asked)
+    try:
+        while waiting:
+            done, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not done:
+                return None
+            ray.get(done)
+    except RayActorError:
+        return None
+    return ray.get(asked)
+
+
+def report(trainer: "BaseRayDiffusionTrainer") -> Path | None:
+    """Written anew, wherever there is anything to show. A run does not fail for it."""
+    metrics = trainer.run_dir / "metrics.jsonl"
+    if "jsonl" not in trainer.config.trainer.logger or not metrics.exists() or not metrics.stat().st_size:
+        return None
+    try:
+        path = write_report(trainer.run_dir)
+    except Exception as error:
+        log_traceback(error)
+        print(f"the report could not be written: {what_failed(error)}", flush=True)
+        return None
+    tell(report=str(path))
+    return path
+
+
+def where_things_are(run_dir: Path, step: int, report: Path | None) -> str:
+    """One line for the end of a run: its weights, its report and its folder."""
+    found, checkpoint = [], checkpointing.whole_checkpoints(run_dir).get(step)
+    if checkpoint is not None:  # none with trainer.save_freq=0
+        export = checkpoint / "export"
+        found.append(f"weights in {export}" if export.is_dir() else f"checkpoint in {checkpoint}, no export")
+    if report is not None:
+        found.append(f"report in {report}")
+    return ", ".join([f"Done: all of the run is in {run_dir}", *found])
