@@ -94,7 +94,8 @@ class Supervisor:
         again, self.stopped_by, self._asked_at = self.stopped_by is not None, number, time.monotonic()
         if again or not self.progress.done or self.progress.over is not None:
             return True
-        say("stopping: this step will be finished and saved (once more to stop at once)")
+        saved = "and saved" if self.progress.saves else "but not saved, as trainer.save_freq=0"
+        say(f"stopping: this step will be finished {saved} (once more to stop at once)")
         os.kill(self.child, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
         return False
 
@@ -140,12 +141,13 @@ def last_words(progress: Progress) -> str:
         return ""
     saved = list(whole_checkpoints(progress.run_dir).values())
     if not saved:
-        going_on = "nothing was saved yet"
+        going_on = "nothing was saved yet" if progress.saves else "nothing was saved, as trainer.save_freq=0"
     elif progress.resume_mode.startswith("auto"):
         going_on = f"the same command goes on from {saved[-1]}"
     else:
         going_on = f"the same command with trainer.resume_mode=auto goes on from {saved[-1]}"
-    return f"; {going_on}; details in {os.path.join(progress.run_dir, 'run.log')}"
+    report = f"; report in {progress.report}" if progress.report else ""
+    return f"; {going_on}{report}; details in {os.path.join(progress.run_dir, 'run.log')}"
 
 
 def name(number: int) -> str:
