@@ -23,7 +23,8 @@ SHARES = {
 def grad_norm(name: str, samples: list[int], steps: list[int]) -> list[float]:
     """Of an update on these steps of these samples, over all ranks.
 
-    For Wan2.2 also how far a second update, on the high-noise transformer's step alone, moves each of the two.
+    For Wan2.2 also how far a second update, on the high-noise transformer's step alone, moves each of the two, and how
+    far a third, in which the low-noise transformer's rows are there and count for nothing.
     """
     row = ROWS[name]
     engine = architectures.training_engine(architectures.config(row, cfg=True, noise=0.7))
@@ -36,11 +37,20 @@ def grad_norm(name: str, samples: list[int], steps: list[int]) -> list[float]:
         norm = engine.train_batch(data, architectures.mean_log_prob)["metrics"]["grad_norm"]
         if len(engine.parts) == 1:
             return [norm]
-        before = {key: whole(p) for key, p in engine.parameters.items()}
-        data["train_steps"].zero_()
-        engine.train_batch(data, architectures.mean_log_prob)
-        change = {key: (whole(p) - before[key]).abs().max().item() for key, p in engine.parameters.items()}
-        return [norm, *(max(v for k, v in change.items() if k.startswith(f"{part}.")) for part in engine.parts)]
+        data["train_steps"] = torch.zeros(len(steps), 1, dtype=torch.long)
+        found = [norm, *moved(engine, data)]
+        data["train_steps"] = torch.tensor(steps)[:, None]
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        data["share"] = torch.tensor([ranks / 2 if step == 0 else 0.0 for step in steps])
+        return found + moved(engine, data)
+
+
+def moved(engine, data: dict[str, torch.Tensor]) -> list[float]:
+    """How far an update moves each part."""
+    before = {key: whole(p) for key, p in engine.parameters.items()}
+    engine.train_batch(data, architectures.mean_log_prob)
+    change = {key: (whole(p) - before[key]).abs().max().item() for key, p in engine.parameters.items()}
+    return [max(v for k, v in change.items() if k.startswith(f"{part}.")) for part in engine.parts]
 
 
 def whole(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -73,7 +83,8 @@ def test_an_update_of_two_ranks_is_that_of_one(tmp_path):
     for rank in ranks:
         rank.join()
     assert min(norm for norm, *_ in alone.values()) > 1e-3
-    _, high_noise, low_noise = alone["WanPipeline-2.2"]
+    _, high_noise, low_noise, beside_fillers, of_fillers = alone["WanPipeline-2.2"]
     assert high_noise > 1e-3 and low_noise == 0.0, "a transformer that saw no sample stays as it is"
+    assert beside_fillers > 1e-3 and of_fillers == 0.0, "and so does one whose samples count for nothing"
     for name, found in alone.items():
         assert [rank[name] for rank in together] == [pytest.approx(found, rel=1e-4)] * 2

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import test_architectures as architectures
@@ -11,6 +12,9 @@ from diffusers import UniPCMultistepScheduler
 from tiny_models import tiny_checkpoint
 
 from verl_omni.pipelines.wan import Wan
+from verl_omni.pipelines.wan.adapter import Experts
+from verl_omni.workers.engine.noise_levels import NoiseLevels
+from verl_omni.workers.engine.reverse_steps import ReverseSteps
 
 ROWS = {row.name: row for row in architectures.TABLE}
 
@@ -51,3 +55,21 @@ def test_frames_that_wan_cannot_make_are_an_error():
     model_config.pipeline.num_frames = 16
     with pytest.raises(ValueError, match=r"num_frames=16: Wan makes 4k \+ 1 frames, such as 17"):
         Wan.check(model_config)
+
+
+@pytest.mark.parametrize("counted", [("transformer",), ("transformer_2",), ("transformer", "transformer_2")])
+@pytest.mark.parametrize("engine", [NoiseLevels, ReverseSteps])
+def test_an_expert_that_only_fillers_reached_has_no_gradient(engine, counted):
+    """Both ran. The first two samples are the high-noise expert's, the others the low-noise one's."""
+    experts = Experts(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), boundary=900.0)
+    for parameter in experts.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    sigma = torch.tensor([[0.95, 0.99], [1.0, 0.9], [0.1, 0.89], [0.2, 0.3]])
+    share = torch.tensor([name in counted for name in experts for _ in range(2)]).double() / (2 * len(counted))
+    held = SimpleNamespace(
+        parts=dict(experts.items()), module=experts, adapter=Wan, sharded=False, device="cpu",
+        scheduler=SimpleNamespace(config=SimpleNamespace(num_train_timesteps=1000)),
+    )  # fmt: skip
+    held.trained_timesteps = engine.trained_timesteps.__get__(held)
+    engine.drop_idle_gradients(held, {"sigma": sigma, "all_timesteps": 1000 * sigma, "share": share})
+    assert tuple(name for name, part in experts.items() if part.weight.grad is not None) == counted

@@ -330,20 +330,24 @@ class DiffusionEngine(BaseEngine):
         return output
 
     def trained_timesteps(self, data: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Where the rows of a mini-batch are trained, (N,). Subclasses say how the batch holds them."""
+        """Where the samples of a mini-batch are trained, (B, K). Subclasses say how the batch holds them."""
         raise NotImplementedError
 
     def drop_idle_gradients(self, data: dict[str, torch.Tensor]) -> None:
-        """A part that no rank had a row for has no gradient, and the optimizer leaves it alone.
+        """A part that no rank had a row for that counts has no gradient, and the optimizer leaves it alone.
 
-        On one rank that is so by itself. On several all ranks call it with rows that count for nothing, and its
-        gradient is 0, with which Adam would still move it, by its momentum and by weight decay.
+        It may have run all the same: for fillers, or because another rank did. Its gradient is then 0, with which Adam
+        would still move it, by its momentum and by weight decay.
         """
-        if not self.sharded or len(self.parts) == 1:
+        if len(self.parts) == 1:
             return
-        used = self.adapter.parts_at(self.module, self.trained_timesteps(data))
+        timesteps = self.trained_timesteps(data).cpu()
+        if "share" in data:
+            timesteps = timesteps[data["share"].cpu() > 0]
+        used = self.adapter.parts_at(self.module, timesteps.flatten()) if len(timesteps) else ()
         seen = torch.tensor([int(name in used) for name in self.parts], device=self.device)
-        dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+        if self.sharded:
+            dist.all_reduce(seen, op=dist.ReduceOp.MAX)
         for part, anywhere in zip(self.parts.values(), seen.tolist(), strict=True):
             if not anywhere:
                 part.zero_grad(set_to_none=True)

@@ -32,7 +32,7 @@ class NoiseLevels(DiffusionEngine):
         return {"velocity": self.adapter.predict_velocity(self.module, config, inputs, None)}
 
     def trained_timesteps(self, data: dict[str, torch.Tensor]) -> torch.Tensor:
-        return data["sigma"].flatten() * self.scheduler.config.num_train_timesteps
+        return data["sigma"] * self.scheduler.config.num_train_timesteps
 
     def before_update(
         self, data: dict[str, torch.Tensor], anchors: Mapping[str, str], versions: Sequence[int] = ()

@@ -16,7 +16,7 @@ class ReverseSteps(DiffusionEngine):
         check_timesteps(self.scheduler, data["all_timesteps"].float())
 
     def trained_timesteps(self, data: dict[str, torch.Tensor]) -> torch.Tensor:
-        return data["all_timesteps"].cpu()[pair_indices(data)]
+        return data["all_timesteps"].cpu()[pair_indices(data)].reshape(len(data["all_timesteps"]), -1)
 
     def prepare_model_outputs(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """log_probs (N,), prev_sample_mean (N, ...), std_dev_t and kl_std (N, 1, ...) of N stored (sample, step)s."""
