@@ -1,5 +1,6 @@
 """Two runs in one folder: the second says who has it."""
 
+import errno
 import json
 import os
 import signal
@@ -74,3 +75,34 @@ def test_nothing_is_left_where_nothing_was_written(tmp_path):
     with run_lock(tmp_path / "a" / "run"):
         (tmp_path / "a" / "run" / "metrics.jsonl").write_text("")
     assert [p.name for p in (tmp_path / "a" / "run").iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("said", ["No space left on device", "Read-only file system"])
+def test_a_disk_that_takes_nothing(tmp_path, monkeypatch, said):
+    number = next(n for n in (errno.ENOSPC, errno.EROFS) if os.strerror(n) == said)
+
+    def full(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(ValueError, match=f'trainer.default_local_dir="{tmp_path}/run" cannot be written to: {said}'):
+        take(tmp_path)
+    monkeypatch.undo()
+    take(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[" * 4096, "x", "null", '{"host": 1}'])
+def test_a_lock_that_says_nothing_is_nobodys(tmp_path, content):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/run.lock").write_text(content)
+    take(tmp_path)
+
+
+def test_a_log_that_cannot_be_written_is_one_line(tmp_path):
+    """/dev/full takes nothing, as a disk without a free byte."""
+    (tmp_path / "run.log").symlink_to("/dev/full")
+    source = "import sys\nfrom verl_omni.trainer.run_log import log_traceback, open_run_log, terminal\n"
+    source += "try:\n    open_run_log(sys.argv[1])\nexcept ValueError as error:\n"
+    source += "    log_traceback(error)\n    print(error, file=terminal())\n"
+    done = subprocess.run([sys.executable, "-c", source, str(tmp_path)], capture_output=True, text=True)
+    assert done.stderr == f"{tmp_path / 'run.log'} cannot be written: No space left on device\n"

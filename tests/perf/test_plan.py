@@ -125,3 +125,10 @@ def test_the_command(tmp_path):
     assert done.stderr == f"error: {tmp_path}/nothing is no run folder: it has no metrics.jsonl\n"
     short = write_run(tmp_path / "short", steps=2)
     assert "3 or more are needed" in command("plan", str(short)).stderr
+
+
+def test_a_line_that_is_half_written_is_not_counted(tmp_path):
+    whole = read_work(write_run(tmp_path))
+    with (tmp_path / "metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 6, "da')
+    assert read_work(tmp_path) == whole

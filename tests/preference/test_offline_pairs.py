@@ -301,3 +301,21 @@ def test_a_manifest_without_its_keys_is_named(tmp_path):
     (tmp_path / "manifest.json").write_text('{"format": 1, "shards": []}')
     with pytest.raises(ValueError, match="manifest.json lacks architecture, model, path, height, width, scores"):
         OfflinePairDataset(tmp_path)
+
+
+SHARD = {"file": "x", "bytes": 1, "pairs": 1}
+
+
+@pytest.mark.parametrize("shards", [None, [3], [{"file": "x"}], [SHARD | {"file": "../x"}], [SHARD | {"pairs": 9e9}]])
+def test_a_manifest_with_strange_shards_is_named(tmp_path, shards):
+    made = dict.fromkeys(("architecture", "model", "path", "height", "width", "scores"))
+    made |= {"format": 1, "shards": shards}
+    (tmp_path / "manifest.json").write_text(json.dumps(made))
+    with pytest.raises(ValueError, match="manifest.json has a shard .*: prepare it anew"):
+        OfflinePairDataset(tmp_path)
+
+
+def test_a_nested_manifest_is_named(tmp_path):
+    (tmp_path / "manifest.json").write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(ValueError, match="manifest.json is cut off or overwritten"):
+        OfflinePairDataset(tmp_path)

@@ -1,5 +1,6 @@
 """Faults: processes that die, disks that fill up, checkpoints that rot, two runs in one folder, surroundings."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -111,7 +112,14 @@ def unsaved() -> list[Fault]:
 
 def disks() -> list[Fault]:
     theme, size = "The disk is full", 64 * 2**20
+
+    def fill(folder: Path) -> None:
+        with contextlib.suppress(OSError), (folder / "run/ballast").open("wb", buffering=0) as ballast:
+            while True:
+                ballast.write(bytes(4096))
+
     return [
+        Fault(theme, "before the run has written anything", given=fill, disk=size, says=("default_local_dir", "space")),
         Fault(theme, "when a checkpoint is due", {"at": "update", "after": 1, "do": "fill", "leave": 200_000},
               disk=size, says=("disk",)),
         Fault(theme, "while a checkpoint is written", {"at": "save", "after": 2, "do": "fill", "leave": 0}, disk=size),

@@ -7,6 +7,7 @@ from pathlib import Path
 from inputs import BadInput, row
 
 A = "actor_rollout_ref."
+DEEP = "[" * 100_000 + "]" * 100_000
 TRAIN, VAL = "data.train_files=", "data.val_files="
 
 
@@ -30,6 +31,7 @@ def prompts() -> list[BadInput]:
         ("Latin-1", "x.jsonl", ("x.jsonl", "UTF-8"), {"x.jsonl": '{"prompt": "caf\xe9"}'.encode("latin-1")}),
         ("UTF-16", "x.jsonl", ("x.jsonl", "UTF-8"), {"x.jsonl": json.dumps(row()).encode("utf-16")}),
         ("JSON over several lines", "x.jsonl", ("x.jsonl, line 1",), {"x.jsonl": json.dumps(row(), indent=2)}),
+        ("a line nested 100,000 levels deep", "x.jsonl", ("x.jsonl, line 1",), {"x.jsonl": DEEP}),
         ("a JSON list", "x.jsonl", ("x.jsonl, line 1",), {"x.jsonl": json.dumps([row()])}),
         ("a list of files, one of which is missing", "[{f}/good.jsonl,gone.jsonl]", ("gone.jsonl",),
          {"good.jsonl": json.dumps(row()) + "\n"}),
@@ -162,6 +164,7 @@ def models() -> list[BadInput]:
         ("model_index.json is missing", remove("model_index.json"), ("model_index.json",)),
         ("model_index.json is empty", write("model_index.json", ""), ("model_index.json",)),
         ("model_index.json is no JSON", write("model_index.json", "{oops"), ("model_index.json",)),
+        ("model_index.json is nested 100,000 levels deep", write("model_index.json", DEEP), ("model_index.json",)),
         ("model_index.json is a list", write("model_index.json", "[1]"), ("model_index.json",)),
         ("model_index.json has no class", write("model_index.json", "{}"), ("model_index.json",)),
         ("a class that does not exist", index(_class_name="QwenImagesPipeline"),
@@ -221,6 +224,8 @@ def pairs() -> list[BadInput]:
     return [
         BadInput(theme, "a folder without manifest.json", offline, ("pairs", "manifest.json"), files={"pairs/x": ""}),
         BadInput(theme, "manifest.json is no JSON", offline, ("manifest.json",), files={"pairs/manifest.json": "{"}),
+        BadInput(theme, "manifest.json is nested 100,000 levels deep", offline, ("manifest.json",),
+                 files={"pairs/manifest.json": DEEP}),
         BadInput(theme, "a format of the future", offline, ("format 9",), files=manifest({"format": 9})),
         BadInput(theme, "manifest.json without its keys", offline, ("manifest.json",), files=manifest({"format": 1})),
         BadInput(theme, "a shard that is missing", offline, ("0.safetensors",),

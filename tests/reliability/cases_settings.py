@@ -1,5 +1,7 @@
 """Bad settings: the command line, recipes, numbers and names."""
 
+from pathlib import Path
+
 from inputs import BadInput
 
 A = "actor_rollout_ref."
@@ -166,11 +168,18 @@ def command_line() -> list[BadInput]:
 def folders() -> list[BadInput]:
     theme = "The run's folder"
     where = "trainer.default_local_dir="
+
+    def loop(run_dir: Path) -> None:
+        run_dir.mkdir()
+        (run_dir / "loop").symlink_to(run_dir / "other")
+        (run_dir / "other").symlink_to(run_dir / "loop")
+
     return [
         BadInput(theme, "is a file", (f"{where}{{f}}/taken",), ("taken",), files={"taken": "a file"}),
         BadInput(theme, "lies below a file", (f"{where}{{f}}/taken/run",), ("taken",), files={"taken": "a file"}),
         BadInput(theme, "cannot be written", (f"{where}/proc/run",), ("/proc/run",)),
         BadInput(theme, "has a name that is too long", (f"{where}{{f}}/{'x' * 300}",), ("xxx",)),
+        BadInput(theme, "is a loop of links", (f"{where}{{f}}/run/loop",), ("run/loop",), earlier=loop),
         BadInput(theme, "is null", (f"{where}null",), ("default_local_dir",)),
     ]  # fmt: skip
 

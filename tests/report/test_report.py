@@ -15,7 +15,7 @@ from PIL import Image
 import verl_omni
 from verl_omni.report.charts import Series, line_chart, stacked_bars, ticks
 from verl_omni.report.galleries import MAX_PAIRS
-from verl_omni.report.report import Run, format_before_after_table, write_report
+from verl_omni.report.report import Run, format_before_after_table, main, write_report
 from verl_omni.report.starts import commit, note_start, read_starts
 
 STEPS = 6
@@ -284,3 +284,58 @@ def test_stacked_bars_stand_on_each_other():
     (a_top, a_height), (b_top, b_height) = bars[0], bars[2]
     assert b_top + b_height == pytest.approx(a_top, abs=0.2)
     assert b_height == pytest.approx(3 * a_height, abs=0.3)
+
+
+# ---- a run of somebody else --------------------------------------------------------------------------------
+
+
+def with_image(run_dir, name):
+    """The first image of the last validation is another; what the page and the console say then."""
+    edit(run_dir / "validation/step_10/samples.jsonl", lambda row: row | ({} if row["index"] else {"image": name}))
+    return Collector(write_report(run_dir).read_text())
+
+
+@pytest.mark.parametrize("way", ["absolute", "upwards", "link"])
+def test_only_images_of_the_run_are_in_its_page(run_dir, tmp_path_factory, capsys, way):
+    """A page is passed on. Who sends a run to be looked at must not get pictures of the reader back."""
+    private = tmp_path_factory.mktemp("home") / "private.png"
+    Image.new("RGB", (8, 8), (1, 2, 3)).save(private)
+    folder = run_dir / "validation/step_10"
+    (folder / "link.png").symlink_to(private)
+    names = {"absolute": str(private), "upwards": os.path.relpath(private, folder), "link": "link.png"}
+    page = with_image(run_dir, names[way])
+    assert len(page.images) == 7 and "lies outside" in page.text
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"{folder / 'samples.jsonl'}: " in said and "lies outside" in said
+
+
+@pytest.mark.parametrize("content", [b"", b"no image", b"GIF89a", None])
+@pytest.mark.parametrize("ending", ["png", "gif"])
+def test_a_picture_that_is_none_is_named_in_its_place(run_dir, capsys, content, ending):
+    path = run_dir / f"validation/step_10/x.{ending}"
+    os.mkfifo(path) if content is None else path.write_bytes(content)
+    page = with_image(run_dir, path.name)
+    assert len(page.images) == 7 and str(path) in page.text
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and str(path) in said
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+BROKEN = {
+    "metrics.jsonl": [DEEP + "\n", '{"step": 1}\n', '{"step": "1", "data": {}}\n', "[]\n"],
+    "config.yaml": [DEEP, "a: [", "- 1\n"],
+    "starts.jsonl": ['{"a": ' + DEEP + "}\n"],
+    "validation/step_10/samples.jsonl": [
+        *(DEEP, "{}", '{"index": 0, "image": 1}', '{"index": 0, "image": "x", "score": "1"}')
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in BROKEN.items() for text in texts])
+def test_a_file_that_no_run_writes_is_one_line(run_dir, monkeypatch, capsys, name, text):
+    (run_dir / name).write_text(text)
+    monkeypatch.setattr("sys.argv", ["report", str(run_dir)])
+    with pytest.raises(SystemExit):
+        main()
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert str(run_dir / name) in line and len(line) < 500

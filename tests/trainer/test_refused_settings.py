@@ -351,11 +351,15 @@ LORA = f"{MODEL}.lora_rank=4"
         (["trainer.logger=[]"], "trainer.logger=[] would leave no trace"),
         (["trainer.default_local_dir={file}"], "is a file, not a folder"),
         (["trainer.default_local_dir={file}/run"], "is a file, not a folder"),
+        (["trainer.default_local_dir={loop}"], "cannot be made or opened: Too many levels of symbolic links"),
+        (["trainer.default_local_dir={loop}/run"], "cannot be made or opened: Too many levels of symbolic links"),
     ],
 )
 def test_what_only_a_worker_would_find(overrides, said, tmp_path):
-    (tmp_path / "file").write_text("")
-    assert said in refused(*[override.format(file=tmp_path / "file") for override in overrides])
+    places = {"file": tmp_path / "file", "loop": tmp_path / "loop"}
+    places["file"].write_text("")
+    places["loop"].symlink_to(places["loop"])
+    assert said in refused(*[override.format(**places) for override in overrides])
 
 
 @pytest.mark.parametrize(("tracker", "package"), [("wandb", "wandb"), ("vemlp_wandb", "volcengine_ml_platform")])

@@ -5,7 +5,7 @@ which says what made them. A pair is one item: no shuffling, rank or mini-batch 
 """
 
 import hashlib
-import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ from torch.utils.data import Dataset
 
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.utils.arrays import object_array
+from verl_omni.utils.json_files import read_object
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 KEYS = ("shards", "architecture", "model", "path", "height", "width", "scores")
+MOST_PAIRS = 10**6  # of a shard
 SAMPLED_BYTES = 2**20
 
 
@@ -35,17 +37,17 @@ class OfflinePairDataset(Dataset):
                 "`python -m verl_omni.data.prepare_offline_dpo MODEL DATA FOLDER` writes"
             )
         try:
-            self.manifest = dict(json.loads((self.folder / MANIFEST).read_text()))
-        except (ValueError, TypeError):
+            self.manifest = read_object(self.folder / MANIFEST)
+        except ValueError:
             raise ValueError(f"{self.folder / MANIFEST} is cut off or overwritten: prepare it anew") from None
         if self.manifest.get("format") != FORMAT:
             raise ValueError(f"{self.folder} has format {self.manifest.get('format')}, not {FORMAT}: prepare it anew")
         if missing := [name for name in KEYS if name not in self.manifest]:
             raise ValueError(f"{self.folder / MANIFEST} lacks {', '.join(missing)}: prepare it anew")
         self._places = []
-        for shard in self.manifest["shards"]:
+        for shard in self._shards():
             path = self.folder / shard["file"]
-            if not path.is_file() or path.stat().st_size != shard["bytes"]:
+            if not os.path.isfile(path) or path.stat().st_size != shard["bytes"]:
                 raise ValueError(f"{path} is missing or cut off: prepare {self.folder} anew")
             try:
                 with safe_open(path, framework="pt"):  # reads the names of what is in it, and no tensor
@@ -54,6 +56,14 @@ class OfflinePairDataset(Dataset):
                 raise ValueError(f"{path} is damaged ({error}): prepare {self.folder} anew") from None
             self._places += [(path, i) for i in range(shard["pairs"])]
         self._open: tuple[Path, Any] | None = None
+
+    def _shards(self) -> list[dict[str, Any]]:
+        shards, kinds = self.manifest["shards"], {"file": str, "bytes": int, "pairs": int}
+        for shard in shards if isinstance(shards, list) else [shards]:
+            whole = isinstance(shard, dict) and all(type(shard.get(key)) is kind for key, kind in kinds.items())
+            if not whole or Path(shard["file"]).name != shard["file"] or not 0 < shard["pairs"] <= MOST_PAIRS:
+                raise ValueError(f"{self.folder / MANIFEST} has a shard {shard!r:.80}: prepare it anew")
+        return shards
 
     def __len__(self) -> int:
         return len(self._places)

@@ -30,6 +30,7 @@ from verl_omni.data.offline_pairs import FORMAT, MANIFEST, OfflinePairDataset, m
 from verl_omni.data.prompt_dataset import _read, user_text
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.model_folder import check_model_folder
+from verl_omni.utils.json_files import read_object
 
 PAIR_COLUMNS = ("prompt", "chosen", "rejected")
 IMAGE_COLUMNS = ("prompt", "image")
@@ -182,14 +183,14 @@ class Preparation:
         if not self.out.exists():
             return False
         known = self.out / MANIFEST
-        made = json.loads(known.read_text()) if known.is_file() else {}
+        made = read_object(known) if known.is_file() else {}
         if {k: made.get(k) for k in self.job} == self.job:
             return True
         raise ValueError(f"{self.out} is already there and was made from something else: delete it or name another")
 
     def run(self, device: torch.device) -> None:
         job = self.partial / "job.json"
-        if self.partial.exists() and (not job.is_file() or json.loads(job.read_text()) != self.job):
+        if self.partial.exists() and (not job.is_file() or read_object(job) != self.job):
             raise ValueError(
                 f"{self.partial} is an unfinished preparation of something else: delete it or name another output"
             )

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import Dataset
 
 from verl_omni.data.open_images import check_images
+from verl_omni.utils.json_files import read_lines
 from verl_omni.utils.suggest import nearest
 
 FIELDS = ("data_source", "reward_model", "negative_prompt", "images", "agent_name", "extra_info")
@@ -184,21 +185,7 @@ class _Parquet(_File):
 
 class _JsonLines(_File):
     def __init__(self, path: Path):
-        self.rows: list[tuple[int, dict]] = []
-        try:
-            lines = path.read_text(encoding="utf-8").split("\n")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not a text file in UTF-8: {error}") from error
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number}: expected one JSON object a line, as in {{\"prompt\": ...}}")
-            self.rows.append((number, row))
+        self.rows = list(read_lines(path))
         super().__init__(path, list(dict.fromkeys(name for _, row in self.rows for name in row)))
 
     def __len__(self) -> int:
@@ -208,8 +195,8 @@ class _JsonLines(_File):
         return dict(self.rows[index][1])
 
     def scan(self, names: Iterable[str], at_once: int = 1024) -> Iterator[tuple[str, dict]]:
-        for number, row in self.rows:
-            yield f"{self.path}, line {number}", {name: row.get(name) for name in names}
+        for where, row in self.rows:
+            yield where, {name: row.get(name) for name in names}
 
 
 _READERS = {".parquet": _Parquet, ".jsonl": _JsonLines}

@@ -4,12 +4,12 @@ Work is seconds times devices, as a run has measured it. Drawing and learning ar
 What rewards take, and weights and samples from one side to the other, is taken to be the same for any number of them.
 """
 
-import json
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from verl_omni.utils.run_files import read_config, read_metrics
 
 WARM_UP = 2  # steps that are not like the others
 UNDER_WAY = {"separate": 1, "one_step_off": 2, "fully_async": 3}  # steps at once, as staleness is by default
@@ -50,14 +50,12 @@ class Work:
 
 def read_work(run_dir: str | Path) -> Work:
     """What a run has measured: medians over its steps after the first ones."""
-    import yaml
-
     run_dir = Path(run_dir)
     for name in ("metrics.jsonl", "config.yaml"):
         if not (run_dir / name).is_file():
             raise FileNotFoundError(f"{run_dir} is no run folder: it has no {name}")
-    config: dict[str, Any] = yaml.safe_load((run_dir / "config.yaml").read_text())
-    rows = [json.loads(line)["data"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    config = read_config(run_dir / "config.yaml")
+    rows = [entry["data"] for entry in read_metrics(run_dir / "metrics.jsonl")]
     rows = [row for row in rows if "timing_s/step" in row and "timing_s/gen_images" in row]
     if len(rows) <= WARM_UP:
         raise ValueError(f"{run_dir} has {len(rows)} steps with samples of its own: {WARM_UP + 1} or more are needed")

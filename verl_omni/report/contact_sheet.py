@@ -5,8 +5,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from PIL import UnidentifiedImageError
-
 from verl_omni.report.pictures import data_uri
 from verl_omni.report.style import STYLE
 from verl_omni.report.tracking import readable
@@ -39,7 +37,7 @@ def _source(image: Path) -> str:
     """Nothing for a file that is no image: what is wrong with it is said beside it."""
     try:
         return data_uri(image)
-    except UnidentifiedImageError:
+    except (OSError, ValueError):
         return ""
 
 

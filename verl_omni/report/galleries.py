@@ -1,6 +1,6 @@
 """Images in the report: of validation, before and after, and of training, what the reward prefers."""
 
-import json
+import sys
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -8,6 +8,7 @@ from typing import Any
 
 from verl_omni.report.pictures import data_uri
 from verl_omni.report.tracking import readable
+from verl_omni.utils.json_files import read_lines
 
 MAX_PAIRS = 36
 
@@ -73,15 +74,31 @@ def _shot(sample: dict[str, Any], folder: Path, step: int, scores: Sequence[floa
     low, high = min(scores), max(scores)
     good = (float(sample["score"]) - low) / (high - low) if high > low else 0.5
     score = f'<i class="score" style="--good:{good:.2f}">{readable(sample["score"], 2)}</i>'
-    return (
-        f'<div class="shot"><img alt="step {step}" src="{data_uri(folder / sample["image"])}">'
-        f"<span>{score}</span>{''.join(told)}</div>"
-    )
+    return f'<div class="shot">{_picture(sample["image"], folder, step)}<span>{score}</span>{"".join(told)}</div>'
+
+
+def _picture(name: str, folder: Path, step: int) -> str:
+    """An image that lies beside its samples.jsonl. A page is passed on: it must not take others along."""
+    try:
+        path = (folder / name).resolve()
+        if not path.is_relative_to(folder.resolve()):
+            raise ValueError(f"{name[:100]} lies outside {folder}, and only images of the run are shown")
+        return f'<img alt="step {step}" src="{data_uri(path)}">'
+    except (OSError, ValueError, RuntimeError) as error:  # the last for a loop of links
+        print(f"{folder / 'samples.jsonl'}: {error}", file=sys.stderr)
+        return f'<span class="down">{escape(str(error))}</span>'
 
 
 def _samples(folder: Path) -> Iterable[dict[str, Any]]:
-    with (folder / "samples.jsonl").open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines if line.strip()]
+    """The rows of samples.jsonl, or one line for one that a run does not write."""
+    rows = []
+    for where, row in read_lines(folder / "samples.jsonl"):
+        kinds = {"index": int, "image": str, "score": float | int | None, "reward_extra_info": dict}
+        for key, kind in kinds.items():
+            if not isinstance(row.get(key, {} if kind is dict else None), kind):
+                raise ValueError(f'{where}: "{key}" is {row.get(key)!r:.60}, which no run writes')
+        rows.append(row)
+    return rows
 
 
 def _short(value: Any) -> str:

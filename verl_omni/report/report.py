@@ -15,14 +15,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from verl_omni.report.charts import Series, line_chart, stacked_bars
 from verl_omni.report.galleries import before_and_after, best_and_worst, section
 from verl_omni.report.starts import read_starts
 from verl_omni.report.style import STYLE
 from verl_omni.report.timeline import timeline_chart
-from verl_omni.report.tracking import read_metrics, readable
+from verl_omni.report.tracking import readable
+from verl_omni.utils.run_files import read_config, read_metrics
 
 WIDE, NARROW = 1000, 480
 SEEDS = ("trainer.seed", "data.seed", "actor_rollout_ref.rollout.seed")
@@ -53,17 +52,19 @@ class Run:
         if not self.entries:
             raise ValueError(f"{metrics} is empty: the run has not logged a step yet")
         config = self.dir / "config.yaml"
-        self.config = config.read_text(encoding="utf-8") if config.is_file() else None
+        self.config = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else None
         self.starts = read_starts(self.dir)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
         """The configuration as a tree; empty where the folder has none."""
-        return yaml.safe_load(self.config or "") or {}
+        return read_config(self.dir / "config.yaml") if self.config else {}
 
     def setting(self, name: str) -> Any:
         """A setting by its dotted name, None where there is none."""
-        return functools.reduce(lambda node, key: (node or {}).get(key), name.split("."), self.settings)
+        return functools.reduce(
+            lambda node, key: node.get(key) if isinstance(node, dict) else None, name.split("."), self.settings
+        )
 
     def names(self, prefix: str) -> list[str]:
         """Metrics that start with ``prefix``, in the order of their first appearance."""
@@ -72,7 +73,7 @@ class Run:
     def curve(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of a metric at each step that has a number for it."""
         values = ((entry["step"], entry["data"].get(name)) for entry in self.entries)
-        return [(step, value) for step, value in values if value is not None]
+        return [(step, value) for step, value in values if isinstance(value, int | float)]
 
     def changes(self) -> list[Change]:
         """Validation numbers, then the training reward, before and after."""
@@ -279,7 +280,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         path = write_report(args.run_dir, args.out, args.title, args.continue_command)
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
     print(format_before_after_table(args.run_dir))
     print(f"Report: {path}")

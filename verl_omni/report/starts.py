@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import verl_omni
+from verl_omni.utils.json_files import parse_object
 from verl_omni.utils.masking import masked_argument
 
 FILE = "starts.jsonl"
@@ -38,7 +39,8 @@ def read_starts(run_dir: str | Path) -> list[dict[str, Any]]:
     """The starts of a run, the first one first; none for a folder that was never noted."""
     path = Path(run_dir) / FILE
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]  # a full disk may have cut one off
+    whole = [line for line in lines if line.endswith("}")]  # a full disk may have cut one off
+    return [parse_object(line, f"a line of {path}") for line in whole]
 
 
 def typed_command() -> str:

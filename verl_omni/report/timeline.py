@@ -4,7 +4,8 @@ import time
 from pathlib import Path
 
 from verl_omni.report.charts import lanes
-from verl_omni.report.tracking import JsonLines, read_metrics
+from verl_omni.report.tracking import JsonLines
+from verl_omni.utils.run_files import read_metrics
 
 FILE = "timeline.jsonl"
 SHOWN = 8  # steps, the last ones

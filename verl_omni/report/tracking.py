@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from verl_omni.utils.run_files import read_metrics
 from verl_omni.utils.suggest import unknown
 
 OWN = ("console", "jsonl")
@@ -170,15 +171,6 @@ class AddedLines(JsonLines):
 
     def finish(self) -> None:
         pass
-
-
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The entries of a ``metrics.jsonl``. A last line without its end, left by a killed run, is not an entry."""
-    *whole, _unfinished = Path(path).read_text(encoding="utf-8").split("\n")
-    try:
-        return [json.loads(line) for line in whole]
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is damaged: {error}. Move it away to go on without the old metrics") from error
 
 
 def _line(entry: dict[str, Any]) -> bytes:

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
+from verl_omni.utils.json_files import parse
+
 NAME = "run.lock"
 
 
@@ -26,9 +28,15 @@ def run_lock(folder: str | Path) -> Iterator[None]:
     """Hold the folder, or raise one line that says who does. Leaves nothing behind where nothing else was written."""
     folder = Path(folder).expanduser()
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / NAME
-    file = _take(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = _take(path)
+    except OSError as error:  # a disk without a free byte, one that is read only
+        raise ValueError(
+            f'trainer.default_local_dir="{folder}" cannot be written to: {error.strerror}. Make room or choose another '
+            "folder"
+        ) from error
     try:
         yield
     finally:
@@ -55,8 +63,13 @@ def _take(path: Path) -> int:
         if owner:
             print(f"The run of process {owner['pid']} in {path.parent} has ended without a word: taking over.")
         me = {"host": socket.gethostname(), "pid": os.getpid(), "since": datetime.now(timezone.utc).isoformat()}
-        os.ftruncate(file, 0)
-        os.pwrite(file, json.dumps(me).encode(), 0)
+        try:
+            os.ftruncate(file, 0)
+            os.pwrite(file, json.dumps(me).encode(), 0)
+        except OSError:
+            path.unlink()
+            os.close(file)
+            raise
         return file
 
 
@@ -75,7 +88,7 @@ def _lock(file: int) -> bool:
 def _owner(file: int) -> dict:
     """Who wrote the file; nobody where it is empty or half written."""
     try:
-        owner = json.loads(os.pread(file, 4096, 0))
+        owner = parse(os.pread(file, 4096, 0), NAME)
         return {"host": str(owner["host"]), "pid": int(owner["pid"]), "since": str(owner["since"])}
     except (ValueError, KeyError, TypeError):
         return {}

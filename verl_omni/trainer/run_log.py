@@ -49,7 +49,10 @@ def open_run_log(folder: str | Path) -> None:
     os.dup2(log, 2)
     os.close(log)
     command = shlex.join(map(masked_argument, sys.orig_argv))
-    print(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} {command}", file=sys.stderr, flush=True)
+    try:
+        os.write(2, f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} {command}\n".encode())
+    except OSError as error:
+        raise ValueError(f"{Path(folder) / 'run.log'} cannot be written: {error.strerror}") from error
 
 
 def keep_daemons_quiet() -> None:
@@ -65,5 +68,8 @@ def keep_daemons_quiet() -> None:
 
 
 def log_traceback(error: BaseException) -> None:
-    traceback.print_exception(error, file=sys.stderr)
-    sys.stderr.flush()
+    try:
+        traceback.print_exception(error, file=sys.stderr)
+        sys.stderr.flush()
+    except OSError:  # of the log's disk; the one line that is for the user goes elsewhere
+        pass

@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import os
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +65,16 @@ def check_trackers(trainer: TrainerConfig) -> None:
 def check_folder(trainer: TrainerConfig) -> None:
     """The run's folder can be made and written to."""
     folder = Path(trainer.default_local_dir).expanduser()
+    where = f'trainer.default_local_dir="{_short(folder)}"'
     try:
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    except OSError as error:  # a name that is too long
-        raise ValueError(f'trainer.default_local_dir="{_short(folder)}": {error.strerror}') from error
-    if not there.is_dir():
-        raise ValueError(f'trainer.default_local_dir="{trainer.default_local_dir}": {there} is a file, not a folder')
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
+        found = there.stat()
+    except OSError as error:  # a name that is too long, a link that leads nowhere or to itself
+        raise ValueError(f"{where} cannot be made or opened: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise ValueError(f"{where}: {there} is a file, not a folder")
     if not os.access(there, os.W_OK):
-        raise ValueError(f'trainer.default_local_dir="{trainer.default_local_dir}": {there} cannot be written to')
+        raise ValueError(f"{where}: {there} cannot be written to")
 
 
 def _short(path: Path) -> str:

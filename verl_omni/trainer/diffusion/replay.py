@@ -5,8 +5,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_omni.report.tracking import read_metrics
 from verl_omni.trainer.diffusion.group_queue import Group, GroupQueue
+from verl_omni.utils.run_files import read_metrics
 
 ORDER = "order.jsonl"
 DECIDES = (

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
+from verl_omni.utils.json_files import read_object
 from verl_omni.workers.engine.export import export
 from verl_omni.workers.engine.optimizer import set_schedule
 from verl_omni.workers.host_memory import local
@@ -158,7 +159,7 @@ def _like(shard: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
 
 def _read_notes(folder: str) -> dict:
     try:
-        return json.loads(Path(folder, ENGINE).read_text())
+        return read_object(Path(folder, ENGINE))
     except FileNotFoundError:
         raise ValueError(
             f"{folder} holds no training state to resume from: was it saved with "

@@ -1,6 +1,5 @@
 """GenEval's table: the share of images that are right, by task and over all tasks."""
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -8,6 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from verl_omni.rewards.scorers.geneval.tasks import TAGS
+from verl_omni.utils.json_files import read_lines
 
 
 def accuracy(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
@@ -30,5 +30,4 @@ def accuracy(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 def accuracy_of(validation: str | Path) -> dict[str, float]:
     """The same of a folder validation/step_<N>: of the images written there (with trainer.log_val_images=-1, all)."""
-    with (Path(validation) / "samples.jsonl").open(encoding="utf-8") as lines:
-        return accuracy(json.loads(line) for line in lines if line.strip())
+    return accuracy(row for _, row in read_lines(Path(validation) / "samples.jsonl"))

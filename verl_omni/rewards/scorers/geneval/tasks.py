@@ -1,10 +1,10 @@
 """What a GenEval prompt asks for, as its metadata tells it."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from verl_omni.utils.json_files import parse
 from verl_omni.utils.suggest import unknown
 
 # In the order of the paper's table.
@@ -62,8 +62,8 @@ def read_task(extra_info: Mapping[str, Any] | None, ground_truth: Any) -> Task:
 
 def _parsed(ground_truth: Any) -> dict[str, Any]:
     try:
-        told = json.loads(ground_truth)
-    except (TypeError, ValueError):
+        told = parse(ground_truth, "it")
+    except (TypeError, ValueError, AttributeError):
         told = None
     if not isinstance(told, dict):
         raise ValueError(
