@@ -23,7 +23,7 @@ class Range:
     below: float | None = None
     choices: Iterable[str] | Callable[[], Iterable[str]] | None = None
     also: tuple[Any, ...] = ()
-    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
 
     def names(self) -> list[str]:
         return list(self.choices() if callable(self.choices) else self.choices or ())
