@@ -1,6 +1,7 @@
 """The shell scripts that a user starts: clear errors, and recipes that the configuration accepts."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from tiny_models import tiny_checkpoint
 
+from verl_omni.cli import recipes
 from verl_omni.config import schema
 from verl_omni.trainer.checks.preflight import preflight
 
@@ -63,8 +65,7 @@ def test_recipes_pass_every_check(script, data, monkeypatch, tmp_path):
     monkeypatch.setenv("MODEL_PATH", str(tiny_checkpoint()))
     monkeypatch.setenv("DATA_DIR", str(data))
     schema.register()
-    folder = (EXAMPLES / script).parent
-    with initialize_config_dir(str(folder), version_base=None):
+    with initialize_config_dir(str(recipes.FOLDER), version_base=None):
         search = "hydra.searchpath=[pkg://verl_omni.trainer.config]"
         config = preflight(compose(name, [search, f"trainer.default_local_dir={tmp_path}"]))
     assert (config.actor_rollout_ref.model.algorithm, config.actor_rollout_ref.model.lora_rank) == (algorithm, rank)
@@ -77,6 +78,12 @@ def test_every_policy_gradient_and_preference_algorithm_has_an_example():
     known = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     estimator_only = {"gdpo"}  # a setting of any of the others
     assert {algorithm for _, algorithm, _ in RECIPES.values()} == set(known) - estimator_only
+
+
+def test_every_script_starts_a_shipped_recipe():
+    started = {path: re.findall(r"-m verl_omni[\w.]+ (\w+)", path.read_text()) for path in EXAMPLES.glob("*/*.sh")}
+    assert {name for found in started.values() for name in found} == set(recipes.shipped())
+    assert all(len(found) == 1 for found in started.values()), started
 
 
 def test_a_recipe_takes_further_settings(data):

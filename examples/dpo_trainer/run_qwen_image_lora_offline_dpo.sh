@@ -5,7 +5,7 @@
 #       bash examples/dpo_trainer/run_qwen_image_lora_offline_dpo.sh [key=value ...]
 #
 # PAIRS has columns prompt, chosen and rejected with 512 x 512 images; `python -m verl_omni.data.prepare_offline_dpo
-# --help` says what else it may be. The recipe is qwen_image_lora_offline_dpo.yaml beside this file. NUM_GPUS is 8
+# --help` says what else it may be. The recipe is `verl-omni recipes show qwen_image_lora_offline_dpo`. NUM_GPUS is 8
 # unless set.
 set -euo pipefail
 : "${MODEL_PATH:?set MODEL_PATH to the diffusers folder of Qwen-Image}"
@@ -14,5 +14,4 @@ set -euo pipefail
 export MODEL_PATH CACHE_DIR
 
 "${PYTHON:-python3}" -m verl_omni.data.prepare_offline_dpo "$MODEL_PATH" "$PAIRS" "$CACHE_DIR" --height 512 --width 512
-exec "${PYTHON:-python3}" -m verl_omni.trainer.main_diffusion \
-    --config-dir "$(dirname "$0")" --config-name qwen_image_lora_offline_dpo "$@"
+exec "${PYTHON:-python3}" -m verl_omni.trainer.main_diffusion qwen_image_lora_offline_dpo "$@"

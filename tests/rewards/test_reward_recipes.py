@@ -12,12 +12,12 @@ from test_geneval_models import folders  # noqa: F401  (a fixture)
 from tiny_models import tiny_checkpoint
 from tiny_scorers import clip_folder
 
+from verl_omni.cli import prepare_geneval, prepare_ocr, recipes
 from verl_omni.config import schema
 from verl_omni.rewards import make_scorer
 from verl_omni.testing.local_trainer import local_trainer
 from verl_omni.trainer.checks.preflight import preflight
 
-RECIPES = Path(__file__).parents[2] / "examples/flowgrpo_trainer"
 SMALL = [
     "hydra.searchpath=[pkg://verl_omni.trainer.config]",
     *(f"actor_rollout_ref.rollout.pipeline.{name}" for name in ("height=64", "width=96", "num_inference_steps=4")),
@@ -42,18 +42,13 @@ SIGNS = ['A bakery, its chalkboard reads "Fresh Bread"', 'Neon over a wet street
 
 @pytest.fixture
 def data(tmp_path, monkeypatch):
-    """Both data sets, made by the examples' own scripts."""
-    sys.path.insert(0, str(RECIPES / "data_process"))
-    import geneval
-    import qwenimage_ocr
-
-    sys.path.pop(0)
+    """Both data sets, as a user makes them."""
     (tmp_path / "geneval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in GENEVAL))
     (tmp_path / "signs.txt").write_text("\n".join(SIGNS * 2))
     both = ["--train", f"{tmp_path}/geneval.jsonl", "--test", f"{tmp_path}/geneval.jsonl"]
     for module, arguments in (
-        (geneval, [*both, "--output", f"{tmp_path}/geneval"]),
-        (qwenimage_ocr, ["--input", f"{tmp_path}/signs.txt", "--output", f"{tmp_path}/ocr", "--holdout", "2"]),
+        (prepare_geneval, [*both, "--output", f"{tmp_path}/geneval"]),
+        (prepare_ocr, ["--input", f"{tmp_path}/signs.txt", "--output", f"{tmp_path}/ocr", "--holdout", "2"]),
     ):
         monkeypatch.setattr(sys, "argv", ["x", *arguments])
         module.main()
@@ -67,7 +62,7 @@ def run(recipe: str, data: Path, monkeypatch, address: str = "") -> dict[str, fl
     monkeypatch.setenv("REWARD_ADDRESS", address)
     monkeypatch.chdir(data)
     schema.register()
-    with initialize_config_dir(str(RECIPES), version_base=None):
+    with initialize_config_dir(str(recipes.FOLDER), version_base=None):
         config = preflight(compose(recipe, [*SMALL, f"trainer.default_local_dir={data}/run"]))
     local_trainer(config).fit()
     return metrics(data / "run")[1]

@@ -312,7 +312,8 @@ def test_the_version_is_this_projects(flag, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["train.parquet"], 'cannot read the argument "train.parquet"'),
+        (["train.parquet"], 'unknown recipe "train.parquet"'),
+        (["trainer.device=cpu", "train.parquet"], 'cannot read the argument "train.parquet"'),
         ([f"{A}rollout.n=many"], "rollout.n=many: Value 'many' of type 'str' could not be converted to Integer"),
         ([f"{A}rollout.n=[4,8]"], "rollout.n=[4,8]: Value"),
         ([f"{A}rollout.n="], "rollout.n=: Value '' of type 'str' could not be converted to Integer"),
@@ -353,7 +354,7 @@ def test_a_value_of_the_wrong_type_is_named(data, tmp_path):
 
 
 def test_help_and_the_printed_configuration_are_readable(tmp_path):
-    text = command("--help", cwd=tmp_path).stdout
+    text = command("--help", "all", cwd=tmp_path).stdout
     for knob in ("actor_rollout_ref.model.algorithm=flow_grpo", "trainer.resume_mode=auto", "data.train_files=null"):
         assert f"  {knob}\n      " in text
     assert "PPO clip range epsilon: the ratio is kept within 1 -/+ epsilon [above 0]\n" in text and "--cfg job" in text

@@ -1,24 +1,103 @@
-"""verl-omni: one command, one file a subcommand. Without a subcommand it trains."""
+"""verl-omni: one command, one file a subcommand. `verl-omni key=value ...` trains."""
 
 import importlib
+import os
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
-SUBCOMMANDS = {
-    "train": "verl_omni.cli.train",
-    "plan": "verl_omni.cli.plan",
-    "score": "verl_omni.cli.score",
-    "report": "verl_omni.report.report",
-    "serve-reward": "verl_omni.cli.serve_reward",
-    "prepare-pairs": "verl_omni.data.prepare_offline_dpo",
+
+class Subcommand(NamedTuple):
+    module: str  # imported when it is asked for: a help page needs none of them
+    summary: str
+
+
+CLI = "verl_omni.cli."
+GROUPS: dict[str, dict[str, Subcommand]] = {
+    "To start": {
+        "quickstart": Subcommand("verl_omni.quickstart.__main__", "train a small model here in minutes, with a report"),
+        "doctor": Subcommand(f"{CLI}doctor", "look at this machine: what is here, what is missing, what to type"),
+        "recipes": Subcommand(f"{CLI}recipes", "the settings that come with verl-omni, to train with or to start from"),
+        "models": Subcommand(f"{CLI}models", "the models that can be trained"),
+        "algorithms": Subcommand(f"{CLI}algorithms", "the algorithms that can train them"),
+        "rewards": Subcommand(f"{CLI}rewards", "the rewards, what each needs, and whether it is installed"),
+        "tiny": Subcommand(f"{CLI}tiny", "a miniature of a model with random weights, to try settings on"),
+    },
+    "To prepare": {
+        "prepare-ocr": Subcommand(f"{CLI}prepare_ocr", "prompts that quote a text, for the reward `ocr`"),
+        "prepare-geneval": Subcommand(f"{CLI}prepare_geneval", "GenEval's prompts, for the reward `geneval`"),
+        "prepare-pairs": Subcommand(f"{CLI}prepare_pairs", "encode preference pairs for offline DPO"),
+        "score": Subcommand(f"{CLI}score", "try a reward on images that you have"),
+        "serve-reward": Subcommand(f"{CLI}serve_reward", "serve rewards to runs on other machines"),
+    },
+    "To train": {
+        "train": Subcommand(f"{CLI}train", "train a model: train [RECIPE] [key=value ...]"),
+        "plan": Subcommand(f"{CLI}plan", "how many devices should train, and how many draw, from a run's timing"),
+    },
+    "To look at what came of it": {
+        "report": Subcommand("verl_omni.report.report", "write report.html of a run, finished or not"),
+    },
+    "The command itself": {
+        "completion": Subcommand(f"{CLI}completion", "let the shell complete subcommands, recipes and settings"),
+    },
 }
+SUBCOMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
 
 def main() -> None:
-    name = sys.argv[1] if len(sys.argv) > 1 else ""
-    if name in SUBCOMMANDS:
-        del sys.argv[1]
-    module = importlib.import_module(SUBCOMMANDS.get(name, SUBCOMMANDS["train"]))
+    with reader_may_leave():
+        name, *rest = sys.argv[1:] or ["--help"]
+        if name in SUBCOMMANDS:
+            run(name, rest)
+        elif name in ("--help", "-h", "help"):
+            print(help_page())
+        elif re.fullmatch(r"\w[\w-]*", name):  # a word is no setting, option or file
+            sys.exit(f"error: {no_subcommand(name)}")
+        else:
+            run("train", sys.argv[1:])
+
+
+def run(name: str, arguments: list[str]) -> None:
+    """A subcommand as if it had been typed alone: what it says of its usage begins with these two words."""
+    sys.argv[:] = [f"verl-omni {name}", *arguments]
+    module = importlib.import_module(SUBCOMMANDS[name].module)
     (module.command if hasattr(module, "command") else module.main)()
+
+
+def help_page() -> str:
+    lines = [
+        "usage: verl-omni SUBCOMMAND ...",
+        "       verl-omni key=value ...              the same as verl-omni train key=value ...",
+        "",
+        "Reinforcement learning for diffusion models.",
+    ]
+    for title, group in GROUPS.items():
+        lines += ["", f"{title}:"] + [f"  {name:<16} {command.summary}" for name, command in group.items()]
+    return "\n".join([*lines, "", "verl-omni SUBCOMMAND --help says more; verl-omni --version tells the version."])
+
+
+def no_subcommand(name: str) -> str:
+    from verl_omni.cli.recipes import shipped
+    from verl_omni.utils.suggest import unknown
+
+    if name in shipped():
+        return f'"{name}" is a recipe: type verl-omni train {name}'
+    return f"{unknown('subcommand', name, SUBCOMMANDS)}; verl-omni --help says what each does"
+
+
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """`| head` closes our output when it has read enough: that ends the command, and is no error to tell of."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        sys.exit(128 + 13)  # as if by SIGPIPE
 
 
 if __name__ == "__main__":

@@ -14,15 +14,11 @@ import json
 import sys
 from pathlib import Path
 from statistics import mean
+from typing import TYPE_CHECKING
 
-import yaml
-from tqdm import tqdm
-
-from verl_omni.rewards import check_package, check_settings
-from verl_omni.rewards.by_hand import Sample, as_functions, find_images, preference_pairs, read_samples, score
-from verl_omni.rewards.choice import read_choices
-from verl_omni.rewards.reward_function import RewardError, RewardFunction
-from verl_omni.utils.external_lib import import_external_lib
+if TYPE_CHECKING:
+    from verl_omni.rewards.by_hand import Sample
+    from verl_omni.rewards.reward_function import RewardFunction
 
 SHOWN = 40  # rows of the table; the page has all
 
@@ -57,6 +53,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from verl_omni.rewards.by_hand import preference_pairs, score
+    from verl_omni.rewards.reward_function import RewardError
+    from verl_omni.utils.external_lib import import_external_lib
+
     import_external_lib(options.external_lib)
     functions = _functions(options)
     samples = _samples(options)
@@ -86,7 +88,14 @@ def _run(options: argparse.Namespace) -> int:
     return int(failed > 0)
 
 
-def _functions(options: argparse.Namespace) -> dict[str, RewardFunction]:
+def _functions(options: argparse.Namespace) -> "dict[str, RewardFunction]":
+    import yaml
+
+    from verl_omni.rewards import check_package, check_settings
+    from verl_omni.rewards.by_hand import as_functions
+    from verl_omni.rewards.choice import read_choices
+    from verl_omni.rewards.reward_function import RewardFunction
+
     entries: dict[str, dict] = {name: {"weight": 1.0} for name in options.scorer}
     for given in options.set:
         key, equals, value = given.partition("=")
@@ -113,7 +122,9 @@ def _functions(options: argparse.Namespace) -> dict[str, RewardFunction]:
     return functions
 
 
-def _samples(options: argparse.Namespace) -> list[Sample]:
+def _samples(options: argparse.Namespace) -> "list[Sample]":
+    from verl_omni.rewards.by_hand import Sample, find_images, read_samples
+
     if bool(options.images) == bool(options.samples):
         raise ValueError("say which images: files or folders, or --samples FILE.jsonl")
     samples = read_samples(options.samples) if options.samples else [Sample(i) for i in find_images(options.images)]
@@ -130,7 +141,7 @@ def _samples(options: argparse.Namespace) -> list[Sample]:
     return samples
 
 
-def table(samples: list[Sample], labels: list[str]) -> str:
+def table(samples: "list[Sample]", labels: list[str]) -> str:
     """Scores by image, the best first, and each reward's mean."""
     width = max(5, *(min(len(s.image.name), 40) for s in samples[:SHOWN]))
     lines = [f"{'image':<{width}}  " + "  ".join(f"{label:>14}" for label in labels)]
@@ -149,7 +160,9 @@ def table(samples: list[Sample], labels: list[str]) -> str:
     return "\n".join(lines)
 
 
-def _line(sample: Sample) -> dict:
+def _line(sample: "Sample") -> dict:
+    from verl_omni.rewards.reward_function import RewardError
+
     answers = {k: {"failed": str(a)} if isinstance(a, RewardError) else a for k, a in sample.answers.items()}
     return {"image": str(sample.image), "prompt": sample.prompt, "ground_truth": sample.ground_truth, **answers}
 

@@ -11,11 +11,7 @@ import os
 import sys
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from verl_omni.rewards import check_package, check_settings, make_scorer
-from verl_omni.rewards.serving.client import token_from
 from verl_omni.rewards.serving.contract import Limits
 from verl_omni.utils.external_lib import import_external_lib
 from verl_omni.utils.listening import is_loopback
@@ -62,6 +58,7 @@ def at_least_one(text: str) -> int:
 
 def serve(options: argparse.Namespace) -> bool:
     """Whether all that was asked has been answered."""
+    from verl_omni.rewards.serving.client import token_from
     from verl_omni.rewards.serving.server import RewardServer
 
     import_external_lib(options.external_lib, "--external-lib")
@@ -89,6 +86,9 @@ def serve(options: argparse.Namespace) -> bool:
 
 def read_settings(given: list[str], scorers: list[str]) -> dict[str, dict[str, Any]]:
     """`ocr.num_threads=2` as {"ocr": {"num_threads": 2}}, for every scorer."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     for one in given:
         name, equals, _ = one.partition("=")
         if not equals or name.count(".") != 1:

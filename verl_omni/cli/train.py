@@ -1,33 +1,84 @@
 """Train a diffusion model with reinforcement learning.
 
-    verl-omni actor_rollout_ref.model.path=... data.train_files=... [key=value ...]
-    python -m verl_omni.trainer.main_diffusion ...      the same
+    verl-omni train [RECIPE] [key=value ...]
+    verl-omni key=value ...                                          the same without a recipe
+    python -m verl_omni.trainer.main_diffusion ...                   the same
 
-Other subcommands are `verl-omni plan`, `report`, `serve-reward` and `prepare-pairs`.
-
-`--help` lists every knob, `--cfg job` prints the configuration, `--config-dir DIR --config-name RECIPE` runs a recipe,
-`--version` tells the version.
+RECIPE is a name that `verl-omni recipes` lists, or your own file.yaml; `--config-dir DIR --config-name NAME` is Hydra's
+way to say DIR/NAME.yaml. `--cfg job` prints the configuration, `--version` tells the version.
 """
 
 import sys
-
-import hydra
-from omegaconf import DictConfig
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import verl_omni
-from verl_omni.cli import hydra_errors, supervisor
-from verl_omni.cli.supervisor import last_words
-from verl_omni.config import schema
-from verl_omni.config.keys import check_keys, with_plus
-from verl_omni.trainer import interrupts
-from verl_omni.trainer.failures import innermost, one_line, users_mistake
-from verl_omni.trainer.progress import progress, tell
-from verl_omni.trainer.run_log import log_traceback, terminal
-from verl_omni.trainer.runner import run_diffusion
+
+# Hydra's options whose value is the next word.
+TAKE_A_VALUE = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--cfg", "-c", "--package", "-p"}
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 
-@hydra.main(config_path="pkg://verl_omni.trainer.config", config_name="diffusion_trainer", version_base=None)
-def _hydra_main(config: DictConfig) -> None:
+def command() -> None:
+    """`python -m verl_omni.trainer.main_diffusion`, and `verl-omni`: the run in a process that this one watches."""
+    if answer(sys.argv[1:]):
+        return
+    from verl_omni.cli import hydra_errors, supervisor
+
+    if not hydra_errors.TRACEBACKS and sys.platform == "linux":
+        supervisor.watch()
+    main()
+
+
+def main() -> None:
+    """The command in this process, for a launcher of your own."""
+    if answer(sys.argv[1:]):
+        return
+    if not {"--cfg", "-c", "--info", "-i", "--hydra-help"} & {argument.split("=")[0] for argument in sys.argv[1:]}:
+        # Checks load torch and read the data: before anything else, say that there is something going on.
+        print(f"verl-omni {verl_omni.__version__}: checking the settings, the data and the reward", file=sys.stderr)
+    sys.argv[1:] = as_hydra_reads_them(sys.argv[1:])
+    import hydra
+
+    from verl_omni.cli import hydra_errors
+    from verl_omni.config import schema
+
+    schema.register()
+    with hydra_errors.in_one_line(sys.argv[1:]):
+        hydra.main("pkg://verl_omni.trainer.config", "diffusion_trainer", version_base=None)(_run)()
+
+
+def answer(arguments: list[str]) -> bool:
+    """What needs no run: `--help [all|SECTION]` and `--version`."""
+    asked = next((i for i, argument in enumerate(arguments) if argument in ("--help", "-h")), None)
+    if asked is not None:
+        from verl_omni.cli.main import reader_may_leave
+        from verl_omni.cli.train_help import help_text
+
+        topic = arguments[asked + 1] if len(arguments) > asked + 1 else ""
+        with reader_may_leave():
+            print(__doc__)
+            try:
+                print(help_text("" if "=" in topic or topic.startswith("-") else topic))
+            except ValueError as error:
+                sys.exit(f"error: {error}")
+    elif {"--version", "-V"} & set(arguments):
+        print(f"verl-omni {verl_omni.__version__}")
+    else:
+        return False
+    return True
+
+
+def _run(config: "DictConfig") -> None:
+    from verl_omni.cli import hydra_errors
+    from verl_omni.trainer import interrupts
+    from verl_omni.trainer.failures import innermost, one_line, users_mistake
+    from verl_omni.trainer.progress import progress
+    from verl_omni.trainer.run_log import log_traceback
+    from verl_omni.trainer.runner import run_diffusion
+
     try:
         run_diffusion(config, quiet=not hydra_errors.TRACEBACKS)
     except KeyboardInterrupt:
@@ -35,7 +86,7 @@ def _hydra_main(config: DictConfig) -> None:
     except interrupts.Stopped as stopped:
         end(one_line(innermost(stopped)), interrupts.exit_code())
     except Exception as error:
-        line = users_mistake(error)
+        line = hydra_errors.unset_variable(error) or users_mistake(error)
         if line is None or hydra_errors.TRACEBACKS:
             raise
         if progress.run_dir is not None:
@@ -45,33 +96,46 @@ def _hydra_main(config: DictConfig) -> None:
 
 def end(line: str, code: int) -> None:
     """The last line of a run that did not come to its end, and its exit code."""
+    from verl_omni.cli.supervisor import last_words
+    from verl_omni.trainer.progress import progress, tell
+    from verl_omni.trainer.run_log import terminal
+
     print(f"{line}{last_words(progress)}", file=terminal(), flush=True)
     tell(over=code, last=None)
     sys.exit(code)
 
 
-def command() -> None:
-    """`python -m verl_omni.trainer.main_diffusion`, and `verl-omni`: the run in a process that this one watches."""
-    if not hydra_errors.TRACEBACKS and sys.platform == "linux":
-        supervisor.watch()
-    main()
+def as_hydra_reads_them(arguments: list[str]) -> list[str]:
+    """The user's arguments, with a line and the end where one of them can be nothing."""
+    from verl_omni.config.keys import with_plus
+
+    try:
+        arguments = without_documented_path(with_recipe(arguments))
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    check_override_names(arguments)
+    return [with_plus(argument) for argument in settings_last(arguments)]
 
 
-def main() -> None:
-    """The command in this process, for a launcher of your own."""
-    if {"--help", "-h"} & set(sys.argv[1:]):
-        print_help()
-        return
-    if {"--version", "-V"} & set(sys.argv[1:]):
-        print(f"verl-omni {verl_omni.__version__}")
-        return
-    if not {"--cfg", "-c", "--info", "-i", "--hydra-help"} & {argument.split("=")[0] for argument in sys.argv[1:]}:
-        # Checks load torch and read the data: before anything else, say that there is something going on.
-        print(f"verl-omni {verl_omni.__version__}: checking the settings, the data and the reward", file=sys.stderr)
-    check_override_names(sys.argv[1:])
-    sys.argv[1:] = [with_plus(argument) for argument in without_documented_path(sys.argv[1:])]
-    with hydra_errors.in_one_line(sys.argv[1:]):
-        _hydra_main()
+def with_recipe(arguments: list[str]) -> list[str]:
+    """A recipe comes first, as a name or a file; Hydra takes folder and name. It may build on one that is shipped."""
+    if not arguments or "=" in arguments[0] or arguments[0].startswith(("-", "+", "~")):
+        return arguments
+    from verl_omni.cli.recipes import FOLDER, find_recipe
+
+    path = find_recipe(arguments[0]).resolve()
+    search = [] if path.parent == FOLDER or "searchpath" in path.read_text() else [f"hydra.searchpath=[{FOLDER}]"]
+    return ["--config-dir", str(path.parent), "--config-name", Path(path.name).stem, *search, *arguments[1:]]
+
+
+def settings_last(arguments: list[str]) -> list[str]:
+    """Hydra's parser takes settings in one piece only; a user may type an option between them."""
+    options, settings, takes_value = [], [], False
+    for argument in arguments:
+        is_setting = "=" in argument and not argument.startswith("-") and not takes_value
+        (settings if is_setting else options).append(argument)
+        takes_value = argument in TAKE_A_VALUE
+    return options + settings
 
 
 def without_documented_path(arguments: list[str]) -> list[str]:
@@ -83,16 +147,10 @@ def without_documented_path(arguments: list[str]) -> list[str]:
     return kept
 
 
-def print_help() -> None:
-    from verl_omni.config.knob import typed, walk
-
-    print(__doc__)
-    for knob in walk(schema.DiffusionTrainerConfig):
-        print(f"  {knob.name}={typed(knob.default)}\n      {knob.text()}")
-
-
 def check_override_names(arguments: list[str]) -> None:
     """Hydra's own message for a key that does not exist names no neighbour, and none comes for `+key`; ours does."""
+    from verl_omni.config.keys import check_keys
+
     keys = [a.split("=")[0].lstrip("+") for a in arguments if "=" in a and not a.startswith(("-", "~"))]
     try:
         check_keys(key for key in keys if not key.startswith("hydra") and "/" not in key and "@" not in key)

@@ -27,7 +27,7 @@ def check_keys(keys: Any) -> None:
     known = known_keys()
     for key in keys:
         if key not in known and not is_open(key):
-            raise ValueError(f'unknown config key "{key}".{nearest(key, known)} `--help` lists all of them')
+            raise ValueError(f'unknown config key "{key}".{nearest(key, known)} `--help all` lists all of them')
 
 
 def check_keys_of(config: DictConfig) -> None:

@@ -1,15 +1,6 @@
 """Turn preference pairs (prompt, chosen and rejected image) into cached latents and prompt features.
 
-    python -m verl_omni.data.prepare_offline_dpo MODEL DATA OUT --height 512 --width 512
-
-DATA is a .parquet or .jsonl file, or a folder with one `metadata.jsonl` or `metadata.parquet`. Its rows are either
-pairs (`prompt`, `chosen`, `rejected`, and if you have them `chosen_score` and `rejected_score`) or single images
-(`prompt`, `image`, and `score`), where each two rows in turn are the chosen and the rejected image of one prompt. An
-image is a path (relative to DATA's folder) or its bytes.
-
-All rows are checked before anything is written. The cache grows in OUT.partial, goes on there after an interruption,
-and becomes OUT when it is whole and has been read back. Train with
-`actor_rollout_ref.model.algorithm=dpo algorithm.sample_source=offline data.train_files=OUT`.
+`verl-omni prepare-pairs` and `python -m verl_omni.data.prepare_offline_dpo`; `pair_options.py` says what it takes.
 """
 
 import argparse
@@ -27,6 +18,7 @@ from tqdm import tqdm
 from verl_omni.algorithms.registry import fill_nulls
 from verl_omni.config import DiffusionModelConfig, DiffusionPipelineConfig
 from verl_omni.data.offline_pairs import FORMAT, MANIFEST, OfflinePairDataset, model_fingerprint
+from verl_omni.data.pair_options import parser
 from verl_omni.data.prompt_dataset import _read, user_text
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.model_folder import check_model_folder
@@ -297,19 +289,12 @@ def prepare(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", metavar="MODEL", help="diffusers folder of the model to train")
-    parser.add_argument("data", metavar="DATA", help="pairs: .parquet, .jsonl, or a folder with a metadata file")
-    parser.add_argument("out", metavar="OUT", help="folder of the cache")
-    parser.add_argument("--height", type=int, required=True, help="of the images, in pixels")
-    parser.add_argument("--width", type=int, required=True)
-    parser.add_argument("--max-sequence-length", type=int, help="in tokens; by default the model's limit")
-    parser.add_argument("--pairs-per-shard", type=int, default=64, help="an interruption costs no more than so many")
-    parser.add_argument("--resize", action="store_true", help="scale images of another size, and cut off what is over")
-    parser.add_argument("--device", help="cpu or cuda; by default a GPU if there is one")
-    arguments = vars(parser.parse_args())
+    run(parser().parse_args())
+
+
+def run(options: argparse.Namespace) -> None:
     try:
-        out = prepare(**arguments)
+        out = prepare(**vars(options))
     except (ValueError, FileNotFoundError, NotImplementedError) as error:
         sys.exit(f"error: {error}")
     print(f"{len(OfflinePairDataset(out))} pairs in {out}")

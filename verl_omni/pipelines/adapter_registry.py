@@ -40,6 +40,11 @@ class AdapterRegistry:
             f'{", ".join(adapters)}: register one with algorithm="{family or algorithm}"'
         )
 
+    def known_algorithms(self, architecture: str) -> list[str]:
+        """Those that it has adapters for."""
+        self._load(architecture)
+        return self.adapters[architecture].names()
+
     def _load(self, architecture: str) -> None:
         if architecture in self.builtin:
             importlib.import_module(self.builtin[architecture])

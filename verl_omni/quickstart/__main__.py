@@ -1,6 +1,6 @@
 """The quickstart: train a small text-to-image model with FlowGRPO to write numbers, and show what it learned.
 
-    python -m verl_omni.quickstart [--out DIR] [key=value ...]
+    verl-omni quickstart [--out DIR] [key=value ...]
 
 Further arguments are overrides of the training config, such as trainer.total_training_steps=100.
 """
@@ -13,19 +13,19 @@ import sys
 import time
 from pathlib import Path
 
-from verl_omni.quickstart.data import write_data
-from verl_omni.quickstart.task import CHECKPOINT
-from verl_omni.report.report import format_before_after_table, write_report
-from verl_omni.trainer.diffusion.checkpointing import whole_checkpoints
-
 RECIPE = Path(__file__).parent
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m verl_omni.quickstart", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        "verl-omni quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("outputs/quickstart"), help="folder for all that is written")
     parser.add_argument("--run", default="flow_grpo", help="name of the run; each has its own folder")
     options, overrides = parser.parse_known_args()
+
+    from verl_omni.report.report import format_before_after_table, write_report
+    from verl_omni.trainer.diffusion.checkpointing import whole_checkpoints
 
     began = time.time()
     run_dir = options.out / options.run
@@ -64,6 +64,9 @@ def train(command: list[str]) -> int:
 
 def training_command(data_dir: Path, run_dir: Path, overrides: list[str]) -> list[str]:
     """The command that trains the shipped checkpoint; the prompts are written to ``data_dir``."""
+    from verl_omni.quickstart.data import write_data
+    from verl_omni.quickstart.task import CHECKPOINT
+
     train_file, val_file = write_data(data_dir)
     return [
         sys.executable, "-m", "verl_omni.trainer.main_diffusion",

@@ -50,16 +50,16 @@ def typed_command() -> str:
 
 def commit(folder: Path) -> str | None:
     """The git commit of the checkout around `folder`, with `+` where files differ from it; None where there is none."""
-    head = _output("git", "-C", str(folder), "rev-parse", "HEAD")
+    head = output_of("git", "-C", str(folder), "rev-parse", "HEAD")
     if head is None:
         return None
-    changed = _output("git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no")
+    changed = output_of("git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no")
     return head[:12] + ("+" if changed else "")
 
 
 def machine() -> str:
     """Such as `node7: 8 x NVIDIA H200, 192 cores of AMD EPYC 9654, Linux`."""
-    gpus = (_output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "").splitlines()
+    gpus = (output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "").splitlines()
     kinds = [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)]
     return f"{platform.node()}: " + ", ".join([*kinds, f"{os.cpu_count()} cores{_processor()}", platform.system()])
 
@@ -71,7 +71,7 @@ def _processor() -> str:
     return f" of {name or platform.processor()}" if name or platform.processor() else ""
 
 
-def _output(program: str, *arguments: str) -> str | None:
+def output_of(program: str, *arguments: str) -> str | None:
     """What a program of the machine prints; None where it is not there or has nothing to say."""
     if shutil.which(program) is None:
         return None

@@ -27,9 +27,12 @@ def _load_builtin() -> None:
 
 _REWARDS: Registry[RewardFn] = Registry("reward (data_source)", _load_builtin)
 _PACKAGES: dict[str, str] = {}
+_READS: dict[str, tuple[str, ...]] = {}
 
 
-def register_reward(name: str, package: str | None = None) -> Callable[[RewardFn], RewardFn]:
+def register_reward(
+    name: str, package: str | None = None, reads: tuple[str, ...] = ()
+) -> Callable[[RewardFn], RewardFn]:
     """Make a reward available to rows whose ``data_source`` is ``name``, and to ``reward.scorers``.
 
     A reward scores a batch. It is a function:
@@ -43,13 +46,15 @@ def register_reward(name: str, package: str | None = None) -> Callable[[RewardFn
 
     Keyword-only parameters, of the function or of ``__init__``, are settings, `reward.scorers.<name>.<parameter>` in
     the configuration. Their annotations are checked before a run starts: plain types, `Literal` and
-    `Annotated[int, Range(least=1)]`. So is that the ``package`` is installed without which it cannot score.
+    `Annotated[int, Range(least=1)]`. So is that the ``package`` is installed without which it cannot score, and that
+    rows have what it ``reads`` and cannot do without: "prompt", "ground_truth".
     """
 
     def decorator(reward: RewardFn) -> RewardFn:
         _REWARDS.add(name, reward)
         if package is not None:
             _PACKAGES[name] = package
+        _READS[name] = reads
         return reward
 
     return decorator
@@ -63,6 +68,40 @@ def get_reward_fn(name: str) -> RewardFn:
 def reward_names() -> list[str]:
     """All that is registered."""
     return _REWARDS.names()
+
+
+def reads(name: str) -> tuple[str, ...]:
+    """What it cannot do without, beside the image."""
+    get_reward_fn(name)
+    return _READS.get(name, ())
+
+
+def about(name: str) -> str:
+    """The first sentence of its description."""
+    text = inspect.getdoc(get_reward_fn(name)) or ""
+    return text.split("\n\n")[0].replace("\n", " ").replace("``", "").rstrip(".")
+
+
+def missing_package(name: str) -> str | None:
+    """The package that it needs, where that is not installed."""
+    package = _PACKAGES.get(name)
+    return package if package is not None and importlib.util.find_spec(package) is None else None
+
+
+def required_settings(name: str) -> list[str]:
+    """Those without a default."""
+    return [key for key, parameter in _settings(get_reward_fn(name)).items() if parameter.default is parameter.empty]
+
+
+def default_settings(name: str) -> dict[str, Any]:
+    """Those that have a default, with it."""
+    known = _settings(get_reward_fn(name))
+    return {key: parameter.default for key, parameter in known.items() if parameter.default is not parameter.empty}
+
+
+def _settings(reward: RewardFn) -> dict[str, inspect.Parameter]:
+    takes = reward.__init__ if inspect.isclass(reward) else reward
+    return {key: p for key, p in inspect.signature(takes).parameters.items() if p.kind is p.KEYWORD_ONLY}
 
 
 def make_scorer(name: str, settings: Mapping[str, Any] | None = None) -> Callable[..., Scores]:
@@ -92,8 +131,7 @@ class LoadedOnce:
 
 def check_package(name: str) -> None:
     """The package that the reward needs is there, or one line says how to get it."""
-    package = _PACKAGES.get(name)
-    if package is not None and importlib.util.find_spec(package) is None:
+    if package := missing_package(name):
         raise ModuleNotFoundError(f"the reward \"{name}\" needs {package}: pip install 'verl-omni[rewards]'")
 
 
@@ -101,14 +139,14 @@ def check_settings(name: str, settings: Mapping[str, Any], label: str | None = N
     """`reward.scorers.<label>`: only settings that this reward has, with values that it can use, and all it needs."""
     reward, label = get_reward_fn(name), label or name
     takes = reward.__init__ if inspect.isclass(reward) else reward
-    known = {key: p for key, p in inspect.signature(takes).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    known = _settings(reward)
     kinds = get_type_hints(takes, include_extras=True)
     for key, value in settings.items():
         if key not in known:
             raise ValueError(unknown(f"setting of reward.scorers.{label}", key, known))
         _check_value(f"reward.scorers.{label}.{key}", value, kinds.get(key))
-    for key, parameter in known.items():
-        if parameter.default is parameter.empty and key not in settings:
+    for key in required_settings(name):
+        if key not in settings:
             raise ValueError(f'the reward "{name}" needs reward.scorers.{label}.{key}')
 
 

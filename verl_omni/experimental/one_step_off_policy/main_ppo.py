@@ -18,7 +18,7 @@ NAME = "one_step_off_ppo_diffusion_trainer"
 
 def with_config(arguments: list[str]) -> list[str]:
     """The arguments of the ordinary command: this folder's recipe can be named and is the default, as is its mode."""
-    kept = train.without_documented_path(arguments)
+    kept = train.without_documented_path(train.with_recipe(arguments))
     given = {argument.split("=")[0] for argument in kept}
     if not given & {"--config-dir", "-cd"}:
         name = [] if given & {"--config-name", "-cn"} else ["--config-name", NAME]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 Scale = Literal["flow_grpo", "paper"]
 
 
-@register_reward("clip_score")
+@register_reward("clip_score", reads=("prompt",))
 class ClipScore(ImageTextScorer):
     """The cosine of the image's and the prompt's embedding, on one of two scales.
 

@@ -92,7 +92,7 @@ def config_of(weights: Mapping[str, "torch.Tensor"], end_token: int, where: str)
     return CLIPConfig(projection_dim=projection, vision_config=vision, text_config=text)
 
 
-@register_reward("hpsv2")
+@register_reward("hpsv2", reads=("prompt",))
 class HpsV2(ImageTextScorer):
     """cos(image, prompt) of a CLIP-H that was tuned on people's preferences: about 0.2 to 0.35.
 

@@ -53,7 +53,7 @@ def read_instruction(path: str | None) -> str:
     return instruction
 
 
-@register_reward("hpsv3")
+@register_reward("hpsv3", reads=("prompt",))
 class HpsV3(ModelScorer):
     """The mean of people's preference as Qwen2-VL-7B with a head of its own puts it: about 0 to 15.
 

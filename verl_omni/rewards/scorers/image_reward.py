@@ -102,7 +102,7 @@ def text_config(weights: Mapping[str, "torch.Tensor"], where: str) -> Any:
     )
 
 
-@register_reward("image_reward")
+@register_reward("image_reward", reads=("prompt",))
 class ImageReward(ModelScorer):
     """People's preference as a number with mean 0 and deviation 1 over ImageReward's data: about -2 to 2.
 

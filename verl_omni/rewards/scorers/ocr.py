@@ -94,7 +94,7 @@ SHARE_WRONG: dict[str, Callable[[str, str], float]] = {
 OVER_FRAMES: dict[str, Callable[[list[float]], float]] = {"mean": fmean, "best": max, "worst": min}
 
 
-@register_reward("ocr", package="rapidocr")
+@register_reward("ocr", package="rapidocr", reads=("ground_truth",))
 def compute_score_ocr(
     images: list,
     ground_truths: list[str],
@@ -127,7 +127,7 @@ def compute_score_ocr(
     return _scores(images, ground_truths, read, SHARE_WRONG[matching], over_frames, frame_step)
 
 
-@register_reward("ocr_line", package="rapidocr")
+@register_reward("ocr_line", package="rapidocr", reads=("ground_truth",))
 def compute_score_ocr_line(
     images: list,
     ground_truths: list[str],

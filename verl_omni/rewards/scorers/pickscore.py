@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-@register_reward("pickscore")
+@register_reward("pickscore", reads=("prompt",))
 class PickScore(ImageTextScorer):
     """exp(scale) cos(image, prompt) of a CLIP-H that was tuned on people's choices: around 20.
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 Scale = Literal["probability", "cosine"]
 
 
-@register_reward("siglip_score")
+@register_reward("siglip_score", reads=("prompt",))
 class SiglipScore(ImageTextScorer):
     """The probability that image and prompt belong together, or the cosine of their embeddings.
 

@@ -30,7 +30,7 @@ def frame_difference(video: Any) -> float:
 
 @register_reward("temporal_consistency")
 def compute_score_temporal_consistency(images: list, *_: Any) -> list[dict[str, float]]:
-    """The less neighbouring frames differ, the better: 1 - d of :func:`frame_difference`. A frozen video has a 1."""
+    """The less neighbouring frames differ, the better: 1 - their mean difference. A frozen video has a 1."""
     differences = [frame_difference(video) for video in images]
     return [{"score": 1 - d, "frame_difference": d} for d in differences]
 

@@ -58,7 +58,7 @@ TEMPLATES = {
 }
 
 
-@register_reward("vlm_judge")
+@register_reward("vlm_judge", reads=("prompt",))
 class VlmJudge:
     """What ``model`` at ``address`` (such as http://host:8000/v1; replicas separated by commas) thinks of an image.
 

@@ -1,0 +1,94 @@
+"""`verl-omni models`, `algorithms`, `rewards`, `doctor` and `tiny`: what there is, and what is missing."""
+
+import json
+import sys
+
+import pytest
+
+from verl_omni.cli import algorithms, doctor, main, models, rewards, tiny
+from verl_omni.rewards import registry
+
+
+def said(monkeypatch, capsys, *arguments: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["verl-omni", *arguments])
+    main.main()
+    return capsys.readouterr().out
+
+
+def test_every_model_that_has_an_adapter_is_listed(monkeypatch, capsys):
+    from verl_omni.pipelines.model_base import _BUILTIN
+
+    page = said(monkeypatch, capsys, "models")
+    assert all(f"\n{name} " in page for name in _BUILTIN)
+    assert {row[0] for row in models.rows() if row[2] == "prompts with images"} == {"QwenImageEditPlusPipeline"}
+
+
+def test_every_algorithm_has_a_recipe_here(monkeypatch, capsys):
+    from verl_omni.algorithms.registry import get_algorithm
+    from verl_omni.cli.recipes import shipped
+
+    assert "flow_grpo " in said(monkeypatch, capsys, "algorithms")
+    ours = [row for row in algorithms.rows() if get_algorithm(row[0]).description]
+    assert len(ours) >= 8 and all(row[2] in shipped() for row in ours)
+
+
+def test_a_reward_says_what_is_missing(monkeypatch):
+    rows = {row[0]: row for row in rewards.rows()}
+    assert set(rows) >= {"ocr", "pickscore", "geneval", "vlm_judge"}
+    assert rows["jpeg_compressibility"][1:3] == ("image", "ready")
+    assert rows["vlm_judge"][2] == "set address, model" and rows["ocr"][1] == "image, ground_truth"
+    monkeypatch.setitem(registry._PACKAGES, "ocr", "no_such_package")
+    assert {row[0]: row for row in rewards.rows()}["ocr"][2] == "install no_such_package"
+
+
+def test_weights_that_would_have_to_be_loaded(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert rewards.not_in_cache("pickscore")[0] == "yuvalkirstain/PickScore_v1"
+    (tmp_path / "models--yuvalkirstain--PickScore_v1").mkdir()
+    assert "yuvalkirstain/PickScore_v1" not in rewards.not_in_cache("pickscore")
+    assert rewards.not_in_cache("motion") == []
+
+
+def test_a_module_of_your_own_is_listed_too(monkeypatch, capsys, tmp_path):
+    (tmp_path / "my_own_rewards.py").write_text(
+        "from verl_omni.rewards import register_reward\n\n"
+        '@register_reward("my_own_reward", reads=("prompt",))\ndef f(images, prompts):\n    """How I like it."""\n'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        page = said(monkeypatch, capsys, "rewards", "--external-lib", "my_own_rewards")
+    finally:
+        registry._REWARDS._entries.pop("my_own_reward", None)
+    assert "my_own_reward           image, prompt" in page and "How I like it" in page
+
+
+def test_the_doctor_finds_this_machine_fit(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["verl-omni doctor"])
+    with pytest.raises(SystemExit) as ended:
+        doctor.main()
+    page = capsys.readouterr().out
+    assert ended.value.code == 0 and "A run can start here." in page
+    for what in ("Python", "torch", "ray", "GPU", "memory", "disk, here"):
+        assert f"  {what} " in page
+
+
+def test_the_doctor_says_what_to_type(monkeypatch, capsys):
+    real = doctor.installed
+    monkeypatch.setattr(doctor, "installed", lambda name: {"torch": "1.0", "rapidocr": None}.get(name, real(name)))
+    monkeypatch.setattr(sys, "argv", ["verl-omni doctor"])
+    with pytest.raises(SystemExit) as ended:
+        doctor.main()
+    page = capsys.readouterr().out
+    assert ended.value.code == 1 and "before these are mended: torch" in page
+    assert "!!  torch" in page and "pip install 'torch>=2.11'" in page
+    assert "-   rapidocr" in page and "pip install 'verl-omni[rewards]'" in page
+
+
+def test_a_miniature_by_class_and_of_a_folder(monkeypatch, capsys, tmp_path):
+    shown = said(monkeypatch, capsys, "tiny", "StableDiffusion3Pipeline", f"{tmp_path}/a")
+    assert f"{tmp_path}/a: a StableDiffusion3Pipeline" in shown
+    said(monkeypatch, capsys, "tiny", f"{tmp_path}/a", f"{tmp_path}/b")
+    assert json.loads((tmp_path / "b/model_index.json").read_text())["_class_name"] == "StableDiffusion3Pipeline"
+    monkeypatch.setattr(sys, "argv", ["verl-omni tiny", "StableDiffusion3Pipeline", f"{tmp_path}/a"])
+    with pytest.raises(SystemExit, match="is not empty: name a new folder"):
+        tiny.main()

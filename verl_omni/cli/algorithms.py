@@ -1,0 +1,33 @@
+"""The algorithms that `actor_rollout_ref.model.algorithm=NAME` selects."""
+
+import re
+
+from verl_omni.cli.recipes import shipped
+from verl_omni.cli.registered import parse
+from verl_omni.cli.tables import aligned
+
+
+def rows() -> list[tuple[str, str, str, str]]:
+    """(name, family, a recipe that trains with it, what it is) of each that is more than a part of another."""
+    from verl_omni.algorithms.registry import algorithm_names, get_algorithm
+
+    recipes = {}
+    for name, path in shipped().items():
+        for algorithm in re.findall(r"^    algorithm: (\w+)$", path.read_text(), re.MULTILINE):
+            recipes.setdefault(algorithm, name)
+    found = map(get_algorithm, algorithm_names())
+    return [
+        (a.name, a.trainer_type.replace("_", " "), recipes.get(a.name, "-"), a.description)
+        for a in found
+        if a.description or a.name in recipes
+    ]
+
+
+def main() -> None:
+    parse("algorithms", __doc__)
+    print(aligned([("name", "family", "a recipe", "what it is"), *rows()]))
+    print("\nFormulas and settings: docs/algorithms.md.")
+
+
+if __name__ == "__main__":
+    main()

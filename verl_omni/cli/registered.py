@@ -1,0 +1,17 @@
+"""What the three subcommands share that list what is registered: models, algorithms, rewards."""
+
+import argparse
+import sys
+
+
+def parse(name: str, about: str) -> None:
+    """The one option that they have: a module that registers things of the user's own."""
+    parser = argparse.ArgumentParser(f"verl-omni {name}", description=about)
+    parser.add_argument("--external-lib", metavar="MODULE", help="your modules that register more, comma between them")
+    options = parser.parse_args()
+    from verl_omni.utils.external_lib import import_external_lib
+
+    try:
+        import_external_lib(options.external_lib, "--external-lib")
+    except (ValueError, ImportError) as error:
+        sys.exit(f"error: {error}")

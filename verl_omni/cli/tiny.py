@@ -1,0 +1,29 @@
+"""Write a miniature of a model, with random weights, in diffusers' layout: to try settings on, in seconds on a CPU."""
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("verl-omni tiny", description=__doc__)
+    parser.add_argument("model", metavar="MODEL", help="a pipeline class (`verl-omni models`), or a model's folder")
+    parser.add_argument("folder", metavar="FOLDER", help="where to write it")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights (%(default)s)")
+    options = parser.parse_args()
+    folder = Path(options.folder).expanduser()
+    if folder.is_dir() and any(folder.iterdir()):
+        sys.exit(f"error: {folder} is not empty: name a new folder")
+    from verl_omni.config.model import read_architecture
+    from verl_omni.testing.tiny_random import build_tiny_random
+
+    try:
+        model = read_architecture(options.model) if Path(options.model).expanduser().is_dir() else options.model
+        build_tiny_random(model, folder, options.seed)
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    print(f"{folder}: a {model}. Try it: verl-omni check actor_rollout_ref.model.path={folder} data.train_files=...")
+
+
+if __name__ == "__main__":
+    main()
