@@ -125,3 +125,11 @@ def test_dummy_data_is_small_seeded_and_readable(tmp_path):
     assert f'"{item["reward_model"]["ground_truth"]}"' in item["prompt"]
     assert make("d", "--data-source", "ocr")[0][0]["data_source"] == "ocr"
     assert run(DUMMY, "--output", tmp_path / "e", "--num-prompts", 0).returncode == 1
+
+
+def test_a_misspelt_field_of_geneval_is_named(tmp_path):
+    good = '{"tag": "counting", "include": [{"class": "clock", "count": 2}], "prompt": "two clocks"}'
+    (tmp_path / "a.jsonl").write_text(good + "\n" + good.replace("prompt", "prommpt"))
+    script = ROOT / "examples/flowgrpo_trainer/data_process/geneval.py"
+    done = run(script, "--train", tmp_path / "a.jsonl", "--test", tmp_path / "a.jsonl", "--output", tmp_path / "out")
+    assert done.returncode == 1 and 'a.jsonl, line 2: there is no "prompt". Did you mean "prommpt"?' in done.stderr

@@ -94,8 +94,9 @@ def without(name):
 BAD_ROWS = [
     (without("prompt"), 'has no column "prompt". Columns there: data_source, reward_model, extra_info'),
     (without("prompt") | {"promt": "x"}, 'Did you mean "promt"?'),
-    (without("reward_model"), 'has no column "reward_model"'),
-    (without("data_source"), 'has no column "data_source"'),
+    (without("reward_model") | {"reward_modle": {"style": "x"}}, 'has a column "reward_modle": is it "reward_model"?'),
+    (without("data_source") | {"data_sorce": "ocr"}, 'has a column "data_sorce": is it "data_source"?'),
+    (without("reward_model") | {"ground_truth": None}, "ground_truth is missing"),
     (row(data_source=""), "data_source is missing"),
     (row(3), "prompt: a prompt is a text or a list of messages"),
     (row([1, 2]), "not [1, 2]"),
@@ -153,7 +154,7 @@ def test_missing_and_unreadable_files(tmp_path):
     assert "is a folder" in error(tmp_path)
 
     (tmp_path / "a.csv").write_text("prompt\n")
-    assert 'files of type ".csv" are not read; data.val_files takes .parquet and .jsonl' in error(tmp_path / "a.csv")
+    assert 'files of type ".csv" are not read; data.val_files takes .parquet, .jsonl, .txt' in error(tmp_path / "a.csv")
     for name in ("a.parquet", "a.jsonl"):
         (tmp_path / name).write_text("")
         assert "is empty" in error(tmp_path / name)
@@ -167,3 +168,46 @@ def test_missing_and_unreadable_files(tmp_path):
     assert "line 1 holds a list: expected a JSON object" in error(tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl").write_bytes(b"\xff\xfe\x00")
     assert "text in UTF-8" in error(tmp_path / "a.jsonl")
+
+
+# What people have: prompts alone.
+
+
+def as_row(item: dict) -> tuple:
+    return item["prompt"], item["data_source"], item["reward_model"], item["extra_info"]
+
+
+def test_a_text_with_a_prompt_a_line(tmp_path):
+    (tmp_path / "a.txt").write_text("\ufeffa cat\n\n  a dog, running \r\n", encoding="utf-8")
+    rows = [as_row(item) for item in PromptDataset(tmp_path / "a.txt")]
+    assert rows == [(text, "prompts", {"ground_truth": None}, {}) for text in ("a cat", "a dog, running")]
+
+
+def test_rows_with_a_prompt_alone_and_with_a_ground_truth(tmp_path):
+    alone = PromptDataset(write(tmp_path / "a.jsonl", [{"prompt": "a cat"}]))
+    assert as_row(alone[0]) == ("a cat", "prompts", {"ground_truth": None}, {})
+    told = PromptDataset(write(tmp_path / "b.parquet", [{"prompt": "a sign", "ground_truth": "407"}]))
+    assert told[0]["reward_model"] == {"ground_truth": "407"}
+
+
+@pytest.mark.parametrize("name", ["prompt", "text", "caption"])
+def test_images_with_captions_in_metadata(tmp_path, name):
+    for i in range(2):
+        (tmp_path / f"{i}.png").touch()
+    write(tmp_path / "metadata.jsonl", [{"file_name": f"{i}.png", name: f"cat {i}", "style": "ink"} for i in range(2)])
+    data = PromptDataset(tmp_path)
+    assert [item["prompt"] for item in data] == ["cat 0", "cat 1"]
+    assert data[1]["extra_info"] == {"style": "ink", "image": str(tmp_path / "1.png")}
+
+
+def test_images_with_captions_beside_them(tmp_path):
+    (tmp_path / "b.jpg").touch()
+    (tmp_path / "b.txt").write_text("a bear\n")
+    (tmp_path / "a.png").touch()
+    with pytest.raises(ValueError, match=r"a\.png has no caption: expected its prompt in a\.txt beside it"):
+        PromptDataset(tmp_path)
+    (tmp_path / "a.txt").write_text("an ant")
+    assert [item["prompt"] for item in PromptDataset(tmp_path)] == ["an ant", "a bear"]
+    with pytest.raises(ValueError, match=r"a\.txt: prompt is empty"):
+        (tmp_path / "a.txt").write_text(" ")
+        PromptDataset(tmp_path)

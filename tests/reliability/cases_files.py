@@ -26,7 +26,10 @@ def prompts() -> list[BadInput]:
         ("a JSONL file of empty lines", "blank.jsonl", ("blank.jsonl",), {"blank.jsonl": "\n\n\n"}),
         ("no parquet inside", "x.parquet", ("x.parquet",), {"x.parquet": "no parquet at all"}),
         ("a cut-off parquet file", "x.parquet", ("x.parquet",), {"x.parquet": b"PAR1\x15\x04\x15"}),
-        ("a text file", "x.txt", ("x.txt", ".jsonl"), {"x.txt": "a cat\n"}),
+        ("a CSV file", "x.csv", ("x.csv", ".jsonl"), {"x.csv": "a cat\n"}),
+        ("a text of prompts, and no reward", "x.txt", ("no reward is named",), {"x.txt": "a cat\n" * 8}),
+        ("images, one without a caption", "images", ("b.png has no caption",),
+         {"images/a.png": b"", "images/a.txt": "a cat", "images/b.png": b""}),
         ("a compressed file under another name", "x.jsonl", ("x.jsonl",), {"x.jsonl": b"\x1f\x8b\x08\x00\xff\xfe"}),
         ("Latin-1", "x.jsonl", ("x.jsonl", "UTF-8"), {"x.jsonl": '{"prompt": "caf\xe9"}'.encode("latin-1")}),
         ("UTF-16", "x.jsonl", ("x.jsonl", "UTF-8"), {"x.jsonl": json.dumps(row()).encode("utf-16")}),
@@ -65,6 +68,9 @@ def prompts() -> list[BadInput]:
     cases += [BadInput(theme, name, (), says, rows=[*good, bad]) for name, bad, says in rows]
     misspelt = [{"promt": "a cat", **without("prompt")}] * 4
     cases.append(BadInput(theme, "a misspelt column", (), ("promt", "prompt"), rows=misspelt))
+    alone = ("reward.scorers=[{name: ocr_line}]",)
+    cases.append(BadInput(theme, "prompts alone for a reward that compares", alone, ("ocr_line", "ground_truth"),
+                          rows=[{"prompt": "a cat"}] * 8))  # fmt: skip
     long = [row()] * 3 + [row("word " * 3000)]
     cases.append(BadInput(theme, "validation: a prompt that is too long", (VAL + "long.jsonl",),
                           ("max_sequence_length",),

@@ -34,8 +34,9 @@ def data(tmp_path_factory) -> Path:
     pq.write_table(pa.Table.from_pylist([row(f"a cat, number {i}") for i in range(8)]), folder / "good.parquet")
     files = {
         "good": [row(f"a cat, number {i}") for i in range(8)],
-        "nameless": [{k: v for k, v in row().items() if k != "data_source"}],
+        "nameless": [{k: v for k, v in row().items() if k != "data_source"}] * 8,
         "misspelt": [{"promt": "a cat", **{k: v for k, v in row().items() if k != "prompt"}}],
+        "alone": [{"prompt": "a cat"}] * 8,
         "without_truth": [row() | {"reward_model": {}}],
         "long": [row("a cat")] * 7 + [row("word " * 300)],
         "long_in_bytes": [row("a cat, " * 20)] * 30 + [row("猫" * 60)],
@@ -54,6 +55,7 @@ def data(tmp_path_factory) -> Path:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     (folder / "empty.parquet").write_bytes(b"")
     (folder / "broken.parquet").write_bytes(b"no parquet at all")
+    (folder / "prompts.csv").write_text("a cat\n")
     (folder / "prompts.txt").write_text("a cat\n")
     (folder / "nan.py").write_text("def compute_score(image):\n    return float('nan')\n")
     (folder / "exits.py").write_text("import sys\nsys.exit(3)\n")
@@ -100,8 +102,12 @@ CASES = {
     "folder for a file": (["data.train_files={data}"], "is a folder: set data.train_files"),
     "empty file": (["data.train_files={data}/empty.parquet"], "is empty: data.train_files needs at least one prompt"),
     "broken file": (["data.train_files={data}/broken.parquet"], "is not a readable parquet file"),
-    "other file type": (["data.train_files={data}/prompts.txt"], "takes .parquet and .jsonl"),
-    "missing column": (["data.train_files={data}/nameless.jsonl"], 'has no column "data_source"'),
+    "other file type": (["data.train_files={data}/prompts.csv"], "takes .parquet, .jsonl, .txt"),
+    "no reward named": (["data.train_files={data}/nameless.jsonl"], "no reward is named: the prompts have no data_sou"),
+    "no truth for a reward that compares": (
+        ["data.train_files={data}/alone.jsonl", "reward.scorers=[{name: ocr_line}]"],
+        'the reward "ocr_line" compares with the ground truth, and the prompt "a cat" has none',
+    ),
     "misspelt column": (["data.train_files={data}/misspelt.jsonl"], 'Did you mean "promt"?'),
     "no ground truth": (["data.train_files={data}/without_truth.jsonl"], "reward_model has no ground_truth"),
     "few prompts": (["data.train_batch_size=12", f"{A}actor.ppo_mini_batch_size=4"], "more than the 8 prompts"),

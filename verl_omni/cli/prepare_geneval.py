@@ -15,6 +15,7 @@ from pathlib import Path
 def read_rows(path: Path, split: str, negative_prompt: str) -> list[dict]:
     """The rows of a file, each of them checked by what will judge it."""
     from verl_omni.rewards.scorers.geneval.tasks import read_task
+    from verl_omni.utils.suggest import nearest
 
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -22,10 +23,13 @@ def read_rows(path: Path, split: str, negative_prompt: str) -> list[dict]:
             continue
         try:
             told = json.loads(line)
+            for name in ("prompt", "tag", "include"):
+                if name not in told:
+                    raise ValueError(f'there is no "{name}".{nearest(name, told)}')
             read_task(told, None)
             prompt = told["prompt"]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}, line {number}: {type(error).__name__}: {error}: {line[:100]}") from None
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}, line {number}: {error}: {line[:100]}") from None
         rows.append(
             {
                 "data_source": "geneval",

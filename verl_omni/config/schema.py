@@ -18,7 +18,9 @@ SERVED = "reward.reward_model.enable=true"
 
 @dataclass
 class DataConfig:
-    train_files: Any = knob(None, "parquet or JSONL file(s) of training prompts")
+    train_files: Any = knob(
+        None, "parquet, JSONL or text file(s) of training prompts, or a folder of images with captions"
+    )
     val_files: Any = knob(None, "file(s) of validation prompts; null: no validation")
     train_batch_size: int = knob(8, "prompts a training step", least=1)
     val_batch_size: int | None = knob(None, "prompts at once in validation; null: all", least=1)

@@ -19,7 +19,8 @@ from verl_omni.algorithms.registry import fill_nulls
 from verl_omni.config import DiffusionModelConfig, DiffusionPipelineConfig
 from verl_omni.data.offline_pairs import FORMAT, MANIFEST, OfflinePairDataset, model_fingerprint
 from verl_omni.data.pair_options import parser
-from verl_omni.data.prompt_dataset import _read, user_text
+from verl_omni.data.prompt_dataset import user_text
+from verl_omni.data.prompt_files import read_file
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.model_folder import check_model_folder
 from verl_omni.utils.json_files import read_object
@@ -39,7 +40,7 @@ class Pair(NamedTuple):
 def read_pairs(data: str | Path) -> list[Pair]:
     """All pairs of a file or folder, checked: prompts agree, images exist, the chosen one scores higher."""
     path = _metadata_file(Path(data).expanduser())
-    file = _read(path, "DATA")
+    file = read_file(path, "DATA")
     if set(PAIR_COLUMNS) <= set(file.columns):
         names = (*PAIR_COLUMNS, "chosen_score", "rejected_score")
         pairs = [_pair(where, row, row, path.parent) for where, row in file.scan(names)]

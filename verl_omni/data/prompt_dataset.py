@@ -1,27 +1,27 @@
-"""Prompts from parquet or JSONL files in verl's layout, checked as a whole before anything else starts.
+"""Prompts from files, checked as a whole before anything else starts.
 
-Columns: ``data_source`` (which default reward), ``prompt`` (text, or messages with one user turn), ``reward_model``
-(``{"style", "ground_truth"}``); optional ``negative_prompt``, ``images``, ``agent_name``, ``extra_info``. All other
-columns are handed on in ``extra_info``, under their names: there they reach the reward, and none can pass for a field
-of the run's own such as ``seed``. A key that ``extra_info`` has itself stays as it is.
+``prompt`` (text, or messages with one user turn) is all that a row needs. verl's layout has ``data_source`` (which
+reward, where the settings name none) and ``reward_model`` (``{"style", "ground_truth"}``; a column ``ground_truth`` is
+as good); optional are ``negative_prompt``, ``images``, ``agent_name``, ``extra_info``. All other columns are handed on
+in ``extra_info``, under their names: there they reach the reward, and none can pass for a field of the run's own such
+as ``seed``. A key that ``extra_info`` has itself stays as it is.
 A prompt is the user's text alone: the model's own template is added by its adapter.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch.utils.data import Dataset
 
 from verl_omni.data.open_images import check_images
-from verl_omni.utils.json_files import read_lines
-from verl_omni.utils.suggest import nearest
+from verl_omni.data.prompt_files import read_files
 
+NO_SOURCE = "prompts"  # the data_source of rows that have none: in the names of metrics
 FIELDS = ("data_source", "reward_model", "negative_prompt", "images", "agent_name", "extra_info")
+FROM = ("data_source", "reward_model", "ground_truth")  # what a row's reward is chosen and told by
 MESSAGES = '[{"role": "user", "content": "..."}]'
 
 
@@ -40,12 +40,13 @@ class PromptDataset(Dataset):
         key: str = "data.train_files",
     ):
         self.prompt_key = (config or {}).get("prompt_key", "prompt")
-        required = ("data_source", self.prompt_key, "reward_model")
-        files = [_read(path, key) for path in _paths(data_files, key)]
+        files = read_files(data_files, key)
         for file in files:
-            file.require(required)
-            for where, row in file.scan((*required, "negative_prompt", "extra_info", "agent_name")):
-                _check(row, self.prompt_key, where)
+            file.require(self.prompt_key)
+            for name in ("data_source", "reward_model"):
+                file.refuse_misspelt(name)
+            for where, row in file.scan((self.prompt_key, "negative_prompt", "extra_info", "agent_name", *FROM)):
+                _check(row, self.prompt_key, where, file.columns)
 
         self.columns = list(dict.fromkeys(column for file in files for column in file.columns))
         self._files, self._rows = files, torch.utils.data.ConcatDataset(files)
@@ -71,6 +72,8 @@ class PromptDataset(Dataset):
         others = {column: row.get(column) for column in self.columns if column not in (*FIELDS, self.prompt_key)}
         return {
             **{column: row.get(column) for column in self.columns if column in FIELDS},
+            "data_source": row.get("data_source") or NO_SOURCE,
+            "reward_model": row.get("reward_model") or {"ground_truth": row.get("ground_truth")},
             "prompt": user_text(prompt),
             "raw_prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
             "negative_prompt": user_text(row.get("negative_prompt") or ""),
@@ -107,8 +110,9 @@ def _valid(text: str) -> str:
     return text
 
 
-def _check(row: dict, prompt_key: str, where: str) -> None:
-    if not isinstance(row["data_source"], str) or not row["data_source"]:
+def _check(row: dict, prompt_key: str, where: str, columns: Sequence[str]) -> None:
+    """What a column holds in one row it has to hold in all: a gap is a mistake."""
+    if "data_source" in columns and (not isinstance(row["data_source"], str) or not row["data_source"]):
         raise ValueError(f'{where}: data_source is missing; it names the reward, as in "ocr"')
     if row[prompt_key] is None:
         raise ValueError(f"{where}: {prompt_key} is missing")
@@ -119,11 +123,12 @@ def _check(row: dict, prompt_key: str, where: str) -> None:
             raise ValueError(f"{where}: {column}: {error}") from None
         if column == prompt_key and not text.strip():
             raise ValueError(f"{where}: {prompt_key} is empty")
-    reward = row["reward_model"]
-    if not isinstance(reward, dict) or reward.get("ground_truth") is None:
+    named = "reward_model" in columns
+    reward = row["reward_model"] if named else {"ground_truth": row["ground_truth"]}
+    if (named or "ground_truth" in columns) and (not isinstance(reward, dict) or reward.get("ground_truth") is None):
         raise ValueError(
-            f'{where}: reward_model has no ground_truth; expected {{"style": "rule", "ground_truth": "the answer"}}, '
-            'with "" where the reward needs none'
+            f'{where}: {"reward_model has no ground_truth" if named else "ground_truth is missing"}; expected '
+            '{"style": "rule", "ground_truth": "the answer"}, with "" where the reward needs none'
         )
     if not isinstance(row["extra_info"], dict | None):
         raise ValueError(f'{where}: extra_info is {row["extra_info"]!r:.60}; expected an object, as in {{"index": 3}}')
@@ -144,80 +149,3 @@ def _check_images(column: Any, where: str) -> None:
         check_images(column)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-
-
-class _File:
-    """The rows of one file: decoded one by one on access, so that embedded images do not fill the memory as objects."""
-
-    def __init__(self, path: Path, columns: list[str]):
-        self.path, self.columns = path, columns
-
-    def require(self, names: Sequence[str]) -> None:
-        for name in names:
-            if name not in self.columns:
-                raise ValueError(
-                    f'{self.path} has no column "{name}".{nearest(name, self.columns)}'
-                    f" Columns there: {', '.join(self.columns)}. Needed: {', '.join(names)}"
-                    ' (reward_model holds the ground truth, as in {"style": "rule", "ground_truth": "407"})'
-                )
-
-
-class _Parquet(_File):
-    def __init__(self, path: Path):
-        try:
-            self.table = pq.read_table(path)
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
-            raise ValueError(f"{path} is not a readable parquet file: {str(error).splitlines()[0]}") from error
-        super().__init__(path, self.table.column_names)
-
-    def __len__(self) -> int:
-        return self.table.num_rows
-
-    def __getitem__(self, index: int) -> dict:
-        return self.table.slice(index, 1).to_pylist()[0]
-
-    def scan(self, names: Iterable[str], at_once: int = 1024) -> Iterator[tuple[str, dict]]:
-        part = self.table.select([name for name in names if name in self.columns])
-        rows = (row for batch in part.to_batches(max_chunksize=at_once) for row in batch.to_pylist())
-        for number, row in enumerate(rows, start=1):
-            yield f"{self.path}, row {number}", {name: row.get(name) for name in names}
-
-
-class _JsonLines(_File):
-    def __init__(self, path: Path):
-        self.rows = list(read_lines(path))
-        super().__init__(path, list(dict.fromkeys(name for _, row in self.rows for name in row)))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict:
-        return dict(self.rows[index][1])
-
-    def scan(self, names: Iterable[str], at_once: int = 1024) -> Iterator[tuple[str, dict]]:
-        for where, row in self.rows:
-            yield where, {name: row.get(name) for name in names}
-
-
-_READERS = {".parquet": _Parquet, ".jsonl": _JsonLines}
-
-
-def _paths(data_files: Any, key: str) -> list[Path]:
-    if isinstance(data_files, str | Path):
-        data_files = [data_files]
-    if not data_files:
-        raise ValueError(f"no prompts given: set {key}=<file.parquet or file.jsonl>")
-    return [Path(path).expanduser() for path in data_files]
-
-
-def _read(path: Path, key: str) -> _File:
-    if not path.exists():
-        raise FileNotFoundError(f"no such file: {path}. Set {key}=<file.parquet or file.jsonl> to one that is there")
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder: set {key} to the .parquet or .jsonl files in it")
-    if path.suffix not in _READERS:
-        raise ValueError(f'{path}: files of type "{path.suffix}" are not read; {key} takes {" and ".join(_READERS)}')
-    file = _READERS[path.suffix](path) if path.stat().st_size else None
-    if not file or not len(file):
-        raise ValueError(f"{path} is empty: {key} needs at least one prompt")
-    return file

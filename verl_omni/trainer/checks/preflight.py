@@ -1,5 +1,7 @@
 """All checks that need no worker: configuration, data files and the reward function."""
 
+from typing import Any
+
 from omegaconf import DictConfig, OmegaConf
 
 from verl_omni.config import validation_pipeline
@@ -158,10 +160,25 @@ def check_judge(served: DictConfig, device: str) -> None:
         )
 
 
+def check_ground_truth(choice: Any, rows: list[dict[str, Any]]) -> None:
+    """A reward that compares with the ground truth has one in every row."""
+    from verl_omni.rewards.registry import reads
+
+    if "ground_truth" not in reads(choice.name):
+        return
+    for row in rows:
+        if row["reward_model"].get("ground_truth") is None:
+            raise ValueError(
+                f'the reward "{choice.label}" compares with the ground truth, and the prompt "{row["prompt"][:60]}" '
+                "has none: give the rows a column ground_truth, or choose another reward"
+            )
+
+
 def check_rewards(config: DictConfig) -> None:
     """The user's reward function loads and takes what it will be given, or every data source has a reward."""
     import verl_omni.rewards.image_manager  # noqa: F401  (registers "image")
     from verl_omni.data.loading import load_datasets
+    from verl_omni.data.prompt_dataset import NO_SOURCE
     from verl_omni.rewards import check_package, check_settings, get_reward_fn
     from verl_omni.rewards.choice import OWN, read_choices, rewards_of, weighted
     from verl_omni.rewards.judge import with_judge
@@ -201,9 +218,16 @@ def check_rewards(config: DictConfig) -> None:
             "reward.scorers"
         )
     datasets = [dataset for dataset in load_datasets(config) if dataset is not None]
-    sources = {dataset[i]["data_source"] for dataset in datasets for i in range(len(dataset))}
+    rows = [dataset[i] for dataset in datasets for i in range(len(dataset))]
+    sources = {row["data_source"] for row in rows}
     used = set()
     for source in sources:
+        if source == NO_SOURCE and not added_up and not own:
+            raise ValueError(
+                "no reward is named: the prompts have no data_source, so set "
+                "reward.custom_reward_function.path=FILE.py or reward.scorers=[{name: ...}] (`verl-omni rewards` lists "
+                "them)"
+            )
         chosen = rewards_of(source, choices, own)
         used |= {choice.label for choice in chosen}
         for choice in chosen:
@@ -211,6 +235,7 @@ def check_rewards(config: DictConfig) -> None:
                 get_reward_fn(choice.name)
                 check_package(choice.name)
                 check_settings(choice.name, choice.settings, choice.label)
+                check_ground_truth(choice, [row for row in rows if row["data_source"] == source])
     for label, choice in choices.items():
         for source in choice.data_sources or ():
             if source not in sources:

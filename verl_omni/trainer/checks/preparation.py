@@ -121,9 +121,9 @@ def _fill_placement(settings: DiffusionTrainerConfig) -> None:
 def _check(settings: DiffusionTrainerConfig) -> None:
     arr, trainer = settings.actor_rollout_ref, settings.trainer
     if settings.data.train_files is None and not trainer.val_only:
-        raise ValueError("data.train_files is not set: give a parquet or JSONL file of prompts")
+        raise ValueError("data.train_files is not set: give a parquet, JSONL or text file of prompts")
     if settings.data.val_files is None and trainer.val_only:
-        raise ValueError("trainer.val_only=true needs data.val_files: give a parquet or JSONL file of prompts")
+        raise ValueError("trainer.val_only=true needs data.val_files: give a parquet, JSONL or text file of prompts")
     _check_estimator(settings.algorithm)
     loss = arr.actor.diffusion_loss
     get_diffusion_loss_fn(loss.loss_mode).check_extra(loss.extra, "actor_rollout_ref.actor.diffusion_loss.extra")
