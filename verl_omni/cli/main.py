@@ -37,6 +37,8 @@ GROUPS: dict[str, dict[str, Subcommand]] = {
         "plan": Subcommand(f"{CLI}plan", "how many devices should train, and how many draw, from a run's timing"),
     },
     "To look at what came of it": {
+        "sample": Subcommand(f"{CLI}sample", "draw images with a run's weights, or a model's"),
+        "export": Subcommand(f"{CLI}export", "weights for diffusers or ComfyUI: LoRA, or merged into the model"),
         "report": Subcommand("verl_omni.report.report", "write report.html of a run, finished or not"),
     },
     "The command itself": {

@@ -1,0 +1,95 @@
+"""Images of a model, with what a run has trained, as its validation draws them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl_omni.algorithms.registry import fill_nulls
+from verl_omni.cli.trained import FULL_FILE, LORA_FILE, Weights, drawing_settings
+from verl_omni.config import DiffusionModelConfig, DiffusionPipelineConfig, DiffusionRolloutAlgoConfig
+from verl_omni.pipelines.drawing import Drawer, Request
+from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.pipelines.model_folder import check_model_folder
+from verl_omni.pipelines.settings import check_size
+from verl_omni.pipelines.utils import pipeline_class
+from verl_omni.utils.suggest import unknown
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class Painter:
+    """`given` are fields of `rollout.pipeline`: they come before the run's own settings, and those before defaults."""
+
+    def __init__(self, weights: Weights, given: Mapping[str, Any], device: str | None = None):
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        known = {f.name for f in fields(DiffusionPipelineConfig)}
+        for name in given:
+            if name not in known:
+                raise ValueError(unknown("setting of a drawing", name, known))
+        self.config = self._model_config(weights, {**drawing_settings(weights), **given})
+        self.adapter = DiffusionModelBase.get_class(self.config)
+        check_size("--set ", self.config.pipeline, self.config)
+        dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        module = self.adapter.load_module(self.config, dtype)
+        load_trained(weights, self.config.architecture, self.adapter.trained_modules(module))
+        pipe = self.adapter.load_pipeline(self.config, self.device, dtype)
+        self.drawer = Drawer(self.config, pipe, module.to(self.device).eval(), self.device)
+        self.tokenizers = self.adapter.load_tokenizers(self.config)
+
+    def _model_config(self, weights: Weights, settings: dict[str, Any]) -> DiffusionModelConfig:
+        pipeline = DiffusionPipelineConfig(**settings)
+        algo = DiffusionRolloutAlgoConfig(
+            noise_level=0.0, sde_type=weights.setting("actor_rollout_ref.rollout.algo.sde_type", "ode")
+        )
+        config = DiffusionModelConfig(path=str(weights.model), pipeline=pipeline, algo=algo)
+        check_model_folder(config)
+        adapter = DiffusionModelBase.get_class(config)
+        whose = f"the pipeline defaults of {adapter.__name__}"
+        return replace(config, pipeline=fill_nulls(pipeline, adapter.pipeline_defaults, whose))
+
+    def draw(
+        self,
+        prompts: Sequence[str],
+        seeds: Sequence[int],
+        negatives: Sequence[str] | None = None,
+        images: "Sequence[list[Image] | None] | None" = None,
+    ) -> list[torch.Tensor]:
+        """One for each prompt and its seed, uint8: (3, H, W), of a video (F, 3, H, W)."""
+        size = self.config.pipeline
+        requests = []
+        for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            shown = images[i] if images else None
+            negative = (negatives[i] if negatives else "") or size.negative_prompt
+            ids = [
+                self.adapter.tokenize(self.tokenizers, text, size.max_sequence_length, shown)
+                for text in (prompt, negative)
+            ]
+            requests.append(Request(*ids, shown, {"seed": seed}))
+        return [sample.pixels for sample in self.drawer.draw(requests)]
+
+
+def load_trained(weights: Weights, architecture: str, parts: Mapping[str, torch.nn.Module]) -> None:
+    """What was exported, into the models of a pipeline that were trained."""
+    if weights.export is None:
+        return
+    if not weights.is_lora:
+        from safetensors.torch import load_file
+
+        for name, part in parts.items():
+            part.load_state_dict(load_file(weights.export / name / FULL_FILE))
+        return
+    for number, (name, part) in enumerate(parts.items()):
+        folder = weights.export / name if number else weights.export  # as the export lays them out
+        state, metadata = lora_state(folder, architecture)
+        part.load_lora_adapter(state, prefix="transformer", metadata=metadata)
+
+
+def lora_state(folder: Any, architecture: str) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
+    """The tensors of a LoRA file in diffusers' own keys, and the rank and alpha that it was made with."""
+    *found, metadata = pipeline_class(architecture).lora_state_dict(
+        str(folder), weight_name=LORA_FILE, use_safetensors=True, return_lora_metadata=True
+    )
+    return found[0], metadata

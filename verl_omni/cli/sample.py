@@ -1,0 +1,101 @@
+"""Draw images with a model, or with what a run has trained.
+
+    verl-omni sample outputs/run --prompt "a red cube" --seeds 0 1 2 3
+    verl-omni sample outputs/run/global_step_50 --prompts prompts.txt --out drawn/
+    verl-omni sample /models/Qwen-Image --prompt "a red cube" --set num_inference_steps=20
+
+Writes the images, samples.jsonl, which `verl-omni score --samples` takes, and grid.png, a row for each prompt and a
+column for each seed.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_omni.cli.draw_options import Prompt, add_options, read_prompts, read_settings
+
+if TYPE_CHECKING:
+    from verl_omni.cli.painter import Painter
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        "verl-omni sample", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("weights", metavar="RUN|CHECKPOINT|MODEL", help="a folder; of a run, its last checkpoint")
+    add_options(parser)
+    parser.add_argument("--out", default="samples", help="folder for the images (%(default)s)")
+    options = parser.parse_args()
+    try:
+        out = _run(options)
+    except (OSError, ValueError, ImportError) as error:
+        sys.exit(f"error: {error}")
+    print(f"Images: {out}, all of them in {out / 'grid.png'}")
+
+
+def _run(options: argparse.Namespace) -> Path:
+    from verl_omni.cli.trained import find_weights
+    from verl_omni.utils.external_lib import import_external_lib
+
+    import_external_lib(options.external_lib, "--external-lib")
+    prompts, weights = read_prompts(options), find_weights(options.weights, options.model)
+    from verl_omni.cli.painter import Painter
+    from verl_omni.workers.engine.module import quiet_loading
+
+    quiet_loading()
+    painter = Painter(weights, read_settings(options.set), options.device)
+    out = Path(options.out)
+    rows = draw_all(painter, prompts, options.seeds, options.batch_size, out, weights.name)
+    write_grid([out / row["image"] for row in rows], len(options.seeds), out / "grid.png")
+    return out
+
+
+def draw_all(
+    painter: "Painter", prompts: Sequence[Prompt], seeds: Sequence[int], at_once: int, out: Path, who: str
+) -> list[dict[str, Any]]:
+    """An image of each prompt with each seed, written as it comes, and the lines of samples.jsonl."""
+    from tqdm import tqdm
+
+    from verl_omni.data.open_images import open_images
+    from verl_omni.utils.pictures import write_image
+
+    wanted = [(i, prompt, seed) for i, prompt in enumerate(prompts) for seed in seeds]
+    rows, bar = [], tqdm(total=len(wanted), desc=f"drawing with {who}", unit="image")
+    out.mkdir(parents=True, exist_ok=True)
+    with bar, (out / "samples.jsonl").open("w", encoding="utf-8") as file:
+        for part in _parts(wanted, at_once):
+            drawn = painter.draw(
+                [prompt.text for _, prompt, _ in part],
+                [seed for *_, seed in part],
+                [prompt.negative for _, prompt, _ in part],
+                [open_images(prompt.images) for _, prompt, _ in part],
+            )
+            for (i, prompt, seed), pixels in zip(part, drawn, strict=True):
+                told = {"prompt": prompt.text, "ground_truth": prompt.ground_truth, "extra_info": prompt.extra_info}
+                rows.append({"image": write_image(pixels, out / f"{i:04d}_seed{seed}"), "seed": seed, **told})
+                file.write(json.dumps(rows[-1], ensure_ascii=False, default=str) + "\n")
+            bar.update(len(part))
+    return rows
+
+
+def _parts(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    return (items[i : i + size] for i in range(0, len(items), size))
+
+
+def write_grid(images: Sequence[Path], columns: int, out: Path) -> None:
+    """All in one picture, so many in a row; of a video its first frame."""
+    from PIL import Image
+
+    first = [Image.open(path).convert("RGB") for path in images]
+    width, height = max(image.width for image in first), max(image.height for image in first)
+    grid = Image.new("RGB", (columns * width, -(-len(first) // columns) * height), "white")
+    for i, image in enumerate(first):
+        grid.paste(image, (i % columns * width, i // columns * height))
+    grid.save(out)
+
+
+if __name__ == "__main__":
+    main()

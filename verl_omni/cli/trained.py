@@ -1,0 +1,64 @@
+"""Weights to draw with: a model's folder, or what a run has trained on top of one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+LORA_FILE = "pytorch_lora_weights.safetensors"  # as diffusers calls it
+FULL_FILE = "diffusion_pytorch_model.safetensors"
+
+
+@dataclass(frozen=True)
+class Weights:
+    name: str  # for a person
+    model: Path  # a whole model in diffusers' layout
+    export: Path | None = None  # what replaces its transformer or is added to it
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the run, where there is one
+
+    def setting(self, name: str, default: Any = None) -> Any:
+        found: Any = self.settings
+        for part in name.split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        return default if found is None else found
+
+    @property
+    def is_lora(self) -> bool:
+        return self.export is not None and (self.export / LORA_FILE).is_file()
+
+
+def find_weights(place: str | Path, model: str | Path | None = None) -> Weights:
+    """A model's folder, a run (its last checkpoint), one of its checkpoints, or an `export` folder."""
+    from verl_omni.trainer.diffusion.checkpointing import whole_checkpoints
+    from verl_omni.utils.run_files import read_config
+
+    folder = Path(place).expanduser()
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder: name that of a run, of one of its checkpoints, or of a model")
+    if (folder / "model_index.json").is_file():
+        return Weights(folder.resolve().name, folder)
+    if saved := list(whole_checkpoints(folder).values()):
+        folder = saved[-1]
+    export = folder / "export" if (folder / "export").is_dir() else folder
+    if not (export / LORA_FILE).is_file() and not any(export.glob(f"*/{FULL_FILE}")):
+        raise FileNotFoundError(
+            f"{folder} holds no weights: expected a run with checkpoints, global_step_N with an export, or a model in "
+            "diffusers' layout"
+        )
+    step = export.parent if export.name == "export" else export
+    config = step.parent / "config.yaml"
+    settings = read_config(config) if config.is_file() else {}
+    found = Weights(step.name.replace("global_step_", "step "), Path(model or "."), export, settings)
+    if model is None:
+        known = found.setting("actor_rollout_ref.model.path")
+        if known is None or not Path(known).expanduser().is_dir():
+            raise FileNotFoundError(f"{export} was trained on {known or 'a model'}, which is not here: add --model DIR")
+        found = Weights(found.name, Path(known).expanduser(), export, settings)
+    return found
+
+
+def drawing_settings(weights: Weights) -> dict[str, Any]:
+    """Size, steps and guidance as the run's validation had them; nothing where there was no run."""
+    rollout = weights.setting("actor_rollout_ref.rollout", {})
+    training, validation = rollout.get("pipeline") or {}, (rollout.get("val_kwargs") or {}).get("pipeline") or {}
+    return {**training, **{key: value for key, value in validation.items() if value is not None}}
