@@ -93,3 +93,46 @@ def test_mistakes_are_one_line(images, monkeypatch, case):
     arguments, said = BAD[case]
     code = run(monkeypatch, *arguments)
     assert code.startswith("error: ") and said in code and "\n" not in code
+
+
+def test_added_up_as_a_run_would(images, monkeypatch, capsys):
+    """A gate that is closed for all but the first: 0.5 x 0.7 alone, by hand."""
+    (images / "levels.py").write_text(
+        "from verl_omni.rewards import register_reward\n\n"
+        '@register_reward("test_level")\n'
+        "def level(images, *_):\n    return [{'score': i.getpixel((0, 0))[0] / 255} for i in images]\n\n"
+        '@register_reward("test_half")\n'
+        "def half(images, *_):\n    return [{'score': 0.5} for _ in images]\n"
+    )
+    monkeypatch.syspath_prepend(images)
+    scorers = "[{name: test_level, weight: 2}, {name: test_half, weight: 0.7, gate: {by: test_level, at_least: 0.9}}]"
+    code = run(monkeypatch, "--scorers", scorers, "--external-lib", "levels", "images", "--json", "out.jsonl")
+    from verl_omni.rewards import registry
+
+    for name in ("test_level", "test_half"):
+        registry._REWARDS._entries.pop(name)
+    assert code == 0, capsys.readouterr()
+    lines = [json.loads(line) for line in (images / "out.jsonl").read_text().splitlines()]
+    assert [line["score"]["score"] for line in lines] == pytest.approx([0.4, 2.35, 0.8])
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[0].split() == ["image", "score", "test_level", "test_half"]
+    assert shown.index("1.png") < shown.index("2.png") < shown.index("0.png")
+
+
+def test_the_page_shows_the_ground_truth_and_the_next_command_is_whole(images, monkeypatch, capsys):
+    rows = [{"image": f"images/{i}.png", "prompt": "a", "ground_truth": "HALT"} for i in range(3)]
+    (images / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(monkeypatch, "--function", "mine.py", "--samples", "samples.jsonl", "--pairs", "p.jsonl") == 0
+    assert (images / "scores.html").read_text().count("<b>HALT</b>") == 3
+    words = capsys.readouterr().out.split("verl-omni prepare-pairs ")[1].split()
+    from verl_omni.data.pair_options import parser
+
+    options = parser().parse_args(words)
+    assert (options.data, options.height, options.width, options.resize) == ("p.jsonl", 16, 16, False)
+
+
+def test_what_a_reward_compares_with_is_asked_for_at_once(images, monkeypatch):
+    assert 'the reward "ocr_line" reads the ground truth, and images/0.png has none' in run(
+        monkeypatch, "--scorer", "ocr_line", "images"
+    )
+    assert 'the reward "clip_score" reads the prompt' in run(monkeypatch, "--scorer", "clip_score", "images")

@@ -38,6 +38,7 @@ GROUPS: dict[str, dict[str, Subcommand]] = {
     },
     "To look at what came of it": {
         "sample": Subcommand(f"{CLI}sample", "draw images with a run's weights, or a model's"),
+        "eval": Subcommand(f"{CLI}eval", "compare a checkpoint, or two, by any rewards: table, win rate, page"),
         "export": Subcommand(f"{CLI}export", "weights for diffusers or ComfyUI: LoRA, or merged into the model"),
         "report": Subcommand("verl_omni.report.report", "write report.html of a run, finished or not"),
     },

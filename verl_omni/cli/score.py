@@ -4,6 +4,7 @@
     verl-omni score --scorer ocr --samples outputs/run/validation/step_50/samples.jsonl
     verl-omni score --scorer pickscore --set pickscore.model=/models/pickscore images/ --prompts prompts.txt
     verl-omni score --function my_reward.py:compute_score images/ --prompt "a red cube"
+    verl-omni score --scorers "[{name: ocr}, {name: aesthetic, weight: 0.1}]" images/ --ground-truth "OPEN"
 
 Prints a table and writes a page with the images, the best first. With --pairs it also writes the best and the worst
 image of each prompt, as rows for `verl-omni prepare-pairs`.
@@ -14,11 +15,12 @@ import json
 import sys
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from verl_omni.cli.scorer_options import add_scorers, read_rewards
 
 if TYPE_CHECKING:
     from verl_omni.rewards.by_hand import Sample
-    from verl_omni.rewards.reward_function import RewardFunction
 
 SHOWN = 40  # rows of the table; the page has all
 
@@ -37,9 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("images", nargs="*", help="image files, or folders of them")
     parser.add_argument("--samples", help="JSONL file with image, prompt, ground_truth: such as a run's samples.jsonl")
-    parser.add_argument("--scorer", action="append", default=[], help="a registered reward; may be given several times")
-    parser.add_argument("--function", help="a function of your own, FILE.py:NAME")
-    parser.add_argument("--set", action="append", default=[], metavar="SCORER.SETTING=VALUE", help="its settings")
+    add_scorers(parser, "--set")
     parser.add_argument("--external-lib", help="module that registers rewards of your own")
     parser.add_argument("--prompt", help="one prompt for all images")
     parser.add_argument("--prompts", help="text file with a line for each image")
@@ -55,71 +55,54 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from verl_omni.rewards.by_hand import preference_pairs, score
-    from verl_omni.rewards.reward_function import RewardError
+    from verl_omni.report.contact_sheet import Shot, Tile, write_contact_sheet
+    from verl_omni.rewards.by_hand import preference_pairs
     from verl_omni.utils.external_lib import import_external_lib
 
-    import_external_lib(options.external_lib)
-    functions = _functions(options)
-    samples = _samples(options)
-    with tqdm(total=len(samples) * len(functions), unit="image") as bar:
-        score(samples, functions, options.batch_size, bar)
-    first = next(iter(functions))
-    order = sorted(samples, key=lambda s: (s.score(first) is None, -(s.score(first) or 0.0)))
-    print(table(order, list(functions)))
-    from verl_omni.report.contact_sheet import write_contact_sheet
-
-    rows = [
-        (s.image, s.prompt, {k: str(a) if isinstance(a, RewardError) else a for k, a in s.answers.items()})
-        for s in order
-    ]
-    print(f"Page: {write_contact_sheet(Path(options.out), ', '.join(functions), rows)}")
+    import_external_lib(options.external_lib, "--external-lib")
+    rewards = read_rewards(options, "--set")
+    samples, labels = _samples(options), rewards.labels
+    rewards.check(samples, "give it with --prompt(s) and --ground-truth(s), or all of it with --samples")
+    with tqdm(total=len(samples) * (len(rewards.choices) + len(rewards.own)), unit="image") as bar:
+        rewards.score(samples, options.batch_size, bar)
+    order = sorted(samples, key=lambda s: (s.score(labels[0]) is None, -(s.score(labels[0]) or 0.0)))
+    print(table(order, labels))
+    tiles = [Tile(s.prompt, [Shot(s.image, s.image.name, shown(s, labels))], s.ground_truth) for s in order]
+    facts = f"{len(tiles)} images, the best first"
+    print(f"Page: {write_contact_sheet(Path(options.out), ', '.join(labels), facts, tiles)}")
     if options.json:
         _write_lines(options.json, [_line(sample) for sample in samples])
     if options.pairs:
-        pairs = preference_pairs(samples, first)
+        pairs = preference_pairs(samples, labels[0])
         if not pairs:
             raise ValueError("no prompt has two images with different scores: there is no pair to write")
         _write_lines(options.pairs, pairs)
-        print(f"Pairs: {len(pairs)} in {options.pairs}; next: verl-omni prepare-pairs MODEL {options.pairs} OUT")
-    failed = sum(sample.score(label) is None for sample in samples for label in functions)
+        print(f"Pairs: {len(pairs)} in {options.pairs}; next, with the folder of the model to train as MODEL:")
+        print(f"    verl-omni prepare-pairs MODEL {options.pairs} {Path(options.pairs).stem}_cache {_size(samples)}")
+    failed = sum(sample.score(label) is None for sample in samples for label in labels)
     if failed:
-        print(f"{failed} of {len(samples) * len(functions)} scores failed", file=sys.stderr)
+        print(f"{failed} of {len(samples) * len(labels)} scores failed", file=sys.stderr)
     return int(failed > 0)
 
 
-def _functions(options: argparse.Namespace) -> "dict[str, RewardFunction]":
-    import yaml
+def _size(samples: "list[Sample]") -> str:
+    """As `prepare-pairs` is to be told it."""
+    from PIL import Image
 
-    from verl_omni.rewards import check_package, check_settings
-    from verl_omni.rewards.by_hand import as_functions
-    from verl_omni.rewards.choice import read_choices
-    from verl_omni.rewards.reward_function import RewardFunction
+    sizes = []
+    for sample in samples:
+        with Image.open(sample.image) as image:
+            sizes.append(image.size)
+    (width, height), others = sizes[0], set(sizes[1:])
+    return f"--height {height} --width {width}" + (" --resize" if others - {sizes[0]} else "")
 
-    entries: dict[str, dict] = {name: {"weight": 1.0} for name in options.scorer}
-    for given in options.set:
-        key, equals, value = given.partition("=")
-        label, dot, setting = key.partition(".")
-        if not equals or not dot:
-            raise ValueError(f"--set {given}: expected SCORER.SETTING=VALUE, such as --set ocr.num_threads=2")
-        if label not in entries:
-            raise ValueError(f"--set {given}: there is no --scorer {label}")
-        entries[label][setting] = yaml.safe_load(value)
-    choices = read_choices(entries)
-    for label, choice in choices.items():
-        if choice.processes:
-            raise ValueError(f"--set {label}.processes={choice.processes}: this command scores in its own process")
-        check_settings(choice.name, choice.settings, label)
-        check_package(choice.name)
-    functions = as_functions(choices)
-    if options.function:
-        path, colon, name = options.function.rpartition(":")
-        if not colon:
-            path, name = options.function, "compute_score"
-        functions[name] = RewardFunction.load(path, name)
-    if not functions:
-        raise ValueError("say which reward: --scorer NAME, or --function FILE.py:NAME")
-    return functions
+
+def shown(sample: "Sample", labels: list[str]) -> dict[str, Any]:
+    """Its answers as a page has them: why there is none is a text."""
+    from verl_omni.rewards.reward_function import RewardError
+
+    answers = {label: sample.answers[label] for label in labels}
+    return {label: str(a) if isinstance(a, RewardError) else a for label, a in answers.items()}
 
 
 def _samples(options: argparse.Namespace) -> "list[Sample]":

@@ -1,43 +1,64 @@
-"""Scored images on one page, the best first."""
+"""Scored images on one page."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
+
+from PIL import UnidentifiedImageError
 
 from verl_omni.report.pictures import data_uri
 from verl_omni.report.style import STYLE
 from verl_omni.report.tracking import readable
 
 
-def write_contact_sheet(
-    out: Path, title: str, rows: Sequence[tuple[Path, str, Mapping[str, Mapping[str, Any] | str]]]
-) -> Path:
-    """`rows` are (image, prompt, reward -> its answer, or why it has none), in the order of the page."""
-    tiles = []
-    for image, prompt, answers in rows:
-        said = "".join(_answer(name, answer) for name, answer in answers.items())
-        tiles.append(
-            f'<div class="pair"><div class="prompt">{escape(prompt)}</div><div class="shot">'
-            f'<img alt="{escape(image.name)}" src="{_source(image)}"><span>{escape(image.name)}</span>{said}'
-            "</div></div>"
-        )
+@dataclass(frozen=True)
+class Shot:
+    """An image, what it is called, and what each reward answered, or why it did not."""
+
+    image: Path
+    name: str
+    answers: Mapping[str, Mapping[str, Any] | str]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A prompt, what its images are compared with, and one of them or several side by side."""
+
+    prompt: str
+    shots: Sequence[Shot]
+    ground_truth: Any = field(default=None)
+
+
+def write_contact_sheet(out: Path, title: str, facts: str, tiles: Sequence[Tile]) -> Path:
+    """`facts` is the line below the title."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f"<style>{STYLE}</style></head><body><main><header><h1>{escape(title)}</h1>"
-        f'<p class="facts">{len(tiles)} images, the best first</p></header>'
-        f'<div class="pairs">{"".join(tiles)}</div></main></body></html>',
+        f'<p class="facts">{escape(facts)}</p></header>'
+        f'<div class="pairs">{"".join(map(_tile, tiles))}</div></main></body></html>',
         encoding="utf-8",
     )
     return out
+
+
+def _tile(tile: Tile) -> str:
+    truth = "" if tile.ground_truth in (None, "") else f" <b>{escape(str(tile.ground_truth))}</b>"
+    shots = "".join(
+        f'<div class="shot"><img alt="{escape(shot.name)}" src="{_source(shot.image)}"><span>{escape(shot.name)}</span>'
+        f"{''.join(_answer(name, answer) for name, answer in shot.answers.items())}</div>"
+        for shot in tile.shots
+    )
+    return f'<div class="pair"><div class="prompt">{escape(tile.prompt)}{truth}</div>{shots}</div>'
 
 
 def _source(image: Path) -> str:
     """Nothing for a file that is no image: what is wrong with it is said beside it."""
     try:
         return data_uri(image)
-    except (OSError, ValueError):
+    except UnidentifiedImageError:
         return ""
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl_omni.rewards.choice import Choice
+from verl_omni.rewards.choice import Choice, combine, weighted
+from verl_omni.rewards.registry import reads
 from verl_omni.rewards.reward_function import RewardError, RewardFunction
 from verl_omni.rewards.scoring import Scoring
 from verl_omni.utils.image_files import opened_image
@@ -31,6 +32,40 @@ class Sample:
         """None where the reward failed."""
         answer = self.answers[reward]
         return None if isinstance(answer, RewardError) else answer["score"]
+
+
+@dataclass
+class Rewards:
+    """Registered rewards and functions of the user's own, by label; `added_up` as a run adds them, in `score`."""
+
+    choices: Mapping[str, Choice]
+    own: Mapping[str, RewardFunction] = field(default_factory=dict)
+    added_up: bool = False
+
+    @property
+    def labels(self) -> list[str]:
+        """The columns of a table: the sum first, by which images are put in order."""
+        return [*(["score"] if self.added_up else []), *self.choices, *self.own]
+
+    def check(self, samples: Sequence[Sample], remedy: str) -> None:
+        """What they compare an image with is there for each, or one line says which lacks it, and what to do."""
+        absent = {"ground_truth": (None,), "prompt": (None, "")}
+        for label, choice in self.choices.items():
+            for sample, name in ((sample, name) for sample in samples for name in reads(choice.name)):
+                if getattr(sample, name) in absent[name]:
+                    what = name.replace("_", " ")
+                    raise ValueError(f'the reward "{label}" reads the {what}, and {sample.image} has none: {remedy}')
+
+    def score(self, samples: Sequence[Sample], batch_size: int = 8, progress: Any = None) -> None:
+        """Fill in `answers`."""
+        score(samples, {**as_functions(self.choices), **self.own}, batch_size, progress)
+        if not self.added_up:
+            return
+        chosen = [self.choices[label] for label in weighted(self.choices)]
+        for sample in samples:
+            answers = [sample.answers[choice.label] for choice in chosen]
+            failed = next((answer for answer in answers if isinstance(answer, RewardError)), None)
+            sample.answers["score"] = failed or combine(chosen, answers)
 
 
 def find_images(places: Sequence[str | Path]) -> list[Path]:
