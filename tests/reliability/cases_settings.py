@@ -33,6 +33,8 @@ def numbers() -> list[BadInput]:
         ("sde_type=cps with noise_level=2", (f"{A}rollout.algo.noise_level=2", f"{A}rollout.algo.sde_type=cps")),
         ("total_epochs=-1", ("trainer.total_epochs=-1", "trainer.total_training_steps=null")),
         ("a second beta of 1.5", (f"{A}actor.optim.betas=[0.9,1.5]",)),
+        ("max_connections=0",
+         (f"{A}rollout.http.max_connections=0", f"{A}rollout.http.port=0", "trainer.mode=separate")),
         ("betas with one number", (f"{A}actor.optim.betas=[0.9]",)),
         ("sde_window_range backwards", (f"{A}rollout.algo.sde_window_range=[3,1]",)),
         ("DiffusionNFT, beta=0", (f"{A}actor.diffusion_loss.extra.beta=0", f"{A}model.algorithm=diffusion_nft")),

@@ -18,7 +18,7 @@ from PIL import Image
 from reward_servers import GUARD, Command, Gate, file_of, mean, mean_scorer, picture, serving, until
 from safetensors.numpy import save
 
-from verl_omni.rewards.serving.contract import Limits, Sample, decode, encode
+from verl_omni.rewards.serving.contract import Limits, Sample, encode, unpack
 from verl_omni.rewards.serving.server import RewardServer
 from verl_omni.utils.batcher import Batcher
 
@@ -85,7 +85,8 @@ def test_what_the_client_writes_the_server_reads():
     told = {"prompt": "a sign", "ground_truth": "text", "extra_info": {"n": np.int64(3), "box": np.arange(2)}}
     for image in (picture(1), [picture(1), picture(2)]):
         for encoding in ("png", "tensor"):
-            (sample,) = decode(encode(Sample(image, **told), encoding), Limits())
+            (packed,) = unpack(encode(Sample(image, **told), encoding), Limits())
+            sample = packed.open()
             assert (sample.prompt, sample.ground_truth) == ("a sign", "text")
             assert sample.extra_info == {"n": 3, "box": [0, 1]}
             assert np.array_equal(np.asarray(sample.image), np.asarray(image))

@@ -14,7 +14,7 @@ from typing import Any
 from verl_omni.rewards import check_package, check_settings, make_scorer
 from verl_omni.rewards.serving.contract import Limits
 from verl_omni.utils.external_lib import import_external_lib
-from verl_omni.utils.listening import is_loopback
+from verl_omni.utils.listening import Connections, is_loopback
 from verl_omni.utils.suggest import unknown
 
 
@@ -33,7 +33,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "verl-omni serve-reward", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    limits = Limits()
+    limits, connections = Limits(), Connections()
     add = parser.add_argument
     add("scorers", nargs="+", metavar="scorer", help="registered rewards, such as ocr")
     add("--host", default="127.0.0.1", help="where to listen (%(default)s); beyond this machine only with a token")
@@ -46,6 +46,25 @@ def parse() -> argparse.Namespace:
     add("--max-request-bytes", type=at_least_one, default=limits.request_bytes, help="(%(default)s)")
     add("--max-image-bytes", type=at_least_one, default=limits.image_bytes, help="of one file (%(default)s)")
     add("--max-pixels", type=at_least_one, default=limits.pixels, help="of all images of a request (%(default)s)")
+    add(
+        "--max-waiting-bytes",
+        type=at_least_one,
+        default=limits.waiting_bytes,
+        help="of all requests that are here, as they came (%(default)s)",
+    )
+    add(
+        "--max-decoded-bytes",
+        type=at_least_one,
+        default=limits.decoded_bytes,
+        help="of the images that are scored at a time (%(default)s)",
+    )
+    add("--max-connections", type=at_least_one, default=connections.most, help="in all (%(default)s)")
+    add(
+        "--max-connections-per-address",
+        type=at_least_one,
+        default=connections.most_each,
+        help="from one machine (%(default)s)",
+    )
     add("--grace", type=at_least_one, default=60, help="seconds to finish in after SIGTERM (%(default)s)")
     return parser.parse_args()
 
@@ -61,6 +80,13 @@ def serve(options: argparse.Namespace) -> bool:
     from verl_omni.rewards.serving.client import token_from
     from verl_omni.rewards.serving.server import RewardServer
 
+    limits = Limits(
+        options.max_request_bytes,
+        options.max_image_bytes,
+        options.max_pixels,
+        options.max_waiting_bytes,
+        options.max_decoded_bytes,
+    )
     import_external_lib(options.external_lib, "--external-lib")
     settings = read_settings(options.set, options.scorers)
     for name in options.scorers:
@@ -79,7 +105,8 @@ def serve(options: argparse.Namespace) -> bool:
         token=token,
         max_batch=options.max_batch,
         queue_size=options.queue_size,
-        limits=Limits(options.max_request_bytes, options.max_image_bytes, options.max_pixels),
+        limits=limits,
+        connections=Connections(options.max_connections, options.max_connections_per_address),
         grace=options.grace,
     )
 

@@ -127,6 +127,8 @@ class HttpConfig:
         needs=HTTP,
     )  # fmt: skip
     max_images: int = knob(4, "most images of a request; never more than max_num_seqs", least=1, needs=HTTP)
+    max_connections: int = knob(128, "most open connections of a server", least=1, needs=HTTP)
+    max_connections_per_address: int = knob(64, "most of them from one machine", least=1, needs=HTTP)
 
 
 @dataclass

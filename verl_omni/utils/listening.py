@@ -2,9 +2,18 @@
 
 import ipaddress
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 
 BACKLOG = 2048
+
+
+@dataclass(frozen=True)
+class Connections:
+    """How many may be open: in all, and from one address (of IPv6: from one network of 64 bits)."""
+
+    most: int = 512
+    most_each: int = 256
 
 
 def is_loopback(host: str) -> bool:

@@ -10,5 +10,6 @@ A sample has one of `image` (a PNG, JPEG or WebP file in base64), `frames` (a li
 frames first). It may have `prompt`, `ground_truth` and `extra_info`. The scores are in the order of the samples.
 
 All but 200 comes with `{"detail": "one line"}`: 401 the token, 404 the scorer, 408 a body that does not come, 413 too
-large, 422 what the scorer refuses, 500 a scorer that failed, 503 with Retry-After where the queue is full.
+large, 422 what the scorer refuses, 500 a scorer that failed, 503 with Retry-After where too many are here already. Who
+is slow may be cut off without a word.
 """

@@ -12,19 +12,13 @@ from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
-from verl_omni.rewards.serving.contract import Limits, Sample, decode
+from verl_omni.rewards.serving.contract import Limits, unpack
 from verl_omni.rewards.serving.metrics import Metrics
-from verl_omni.rewards.serving.queues import ScorerQueue
+from verl_omni.rewards.serving.queues import DecodingRoom, ScorerQueue
 from verl_omni.utils.errors import Refused
-from verl_omni.utils.http_requests import (
-    KEEP_ALIVE_SECONDS,
-    NOBODY,
-    RETRY_AFTER,
-    asks_for,
-    read_body,
-    unless_gone,
-)
-from verl_omni.utils.listening import BACKLOG, address_of, take_port
+from verl_omni.utils.http_door import guarded
+from verl_omni.utils.http_requests import NOBODY, RETRY_AFTER, BodyRoom, asks_for, read_body, unless_gone
+from verl_omni.utils.listening import BACKLOG, Connections, address_of, take_port
 from verl_omni.utils.suggest import unknown
 
 
@@ -51,25 +45,20 @@ class RewardServer:
         max_batch: int = 16,
         queue_size: int = 256,
         limits: Limits | None = None,
+        connections: Connections | None = None,
         grace: float = 60,
     ) -> bool:
         """Serve until SIGTERM, Ctrl-C or `stop`, then finish what was asked, for `grace` seconds at most.
 
         Returns whether all of it was finished.
         """
-        metrics = Metrics()
-        queues = {name: ScorerQueue(name, scorer, max_batch, queue_size, metrics) for name, scorer in scorers.items()}
-        app = make_app(queues, metrics, limits or Limits(), token)
-        self._uvicorn = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                log_level="error",
-                lifespan="off",
-                backlog=BACKLOG,
-                timeout_graceful_shutdown=grace,
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            )
-        )
+        metrics, limits = Metrics(), limits or Limits()
+        room = DecodingRoom(limits.decoded_bytes)
+        queues = {
+            name: ScorerQueue(name, scorer, max_batch, queue_size, room, metrics) for name, scorer in scorers.items()
+        }
+        app = make_app(queues, metrics, limits, token)
+        self._uvicorn = uvicorn.Server(guarded(app, connections or Connections(), grace))
         self._uvicorn.should_exit = self._stopped.is_set()
         # uvicorn raises the signal again when it has finished: a stop that was asked for is no failure.
         if threading.current_thread() is threading.main_thread():
@@ -88,27 +77,41 @@ class RewardServer:
 def make_app(queues: Mapping[str, ScorerQueue], metrics: Metrics, limits: Limits, token: str | None) -> FastAPI:
     app = FastAPI(openapi_url=None)
     app.state.cut_off = False
-    guarded = [Depends(asks_for(token))]
+    with_token = [Depends(asks_for(token))]
+    bodies, unpacking = BodyRoom(limits.waiting_bytes), asyncio.Lock()
+
+    async def scores(queue: ScorerQueue, request: Request) -> list[dict[str, Any]]:
+        queue.check_room()  # before the body is read; it takes a place when all of it is there
+        with bodies.share() as share, ExitStack() as places:
+            body = await read_body(request, limits.request_bytes, "send less, or raise --max-request-bytes", share)
+            async with unpacking:  # one at a time: meanwhile a request is in memory several times
+                samples = await asyncio.to_thread(unpack, body, limits)
+            del body
+            count = len(samples)
+            if count > queue.size:
+                raise Refused(413, f"{count} samples in a request, and the queue has {queue.size} places: send less")
+            places.enter_context(queue.places(count))
+            return await unless_gone(request, queue.score(samples))
 
     @app.get("/health")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/v1/scorers", dependencies=guarded)
+    @app.get("/v1/scorers", dependencies=with_token)
     async def names() -> dict[str, list[str]]:
         return {"scorers": list(queues)}
 
-    @app.get("/metrics", dependencies=guarded)
+    @app.get("/metrics", dependencies=with_token)
     async def text() -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.post("/v1/score/{scorer}", dependencies=guarded)
+    @app.post("/v1/score/{scorer}", dependencies=with_token)
     async def score(scorer: str, request: Request) -> Any:
         if scorer not in queues:
             raise HTTPException(404, unknown("scorer", scorer, queues))
         status = 500
         try:
-            answers = await _scores(queues[scorer], request, limits)
+            answers = await scores(queues[scorer], request)
             status = 200
             return JSONResponse({"scores": answers})
         except Refused as refused:
@@ -124,16 +127,3 @@ def make_app(queues: Mapping[str, ScorerQueue], metrics: Metrics, limits: Limits
             metrics.requests.labels(scorer, status).inc()
 
     return app
-
-
-async def _scores(queue: ScorerQueue, request: Request, limits: Limits) -> list[dict[str, Any]]:
-    with ExitStack() as places:
-        # Before the body is read, so that bodies in memory are as few as places.
-        places.enter_context(queue.places(1))
-        body = await read_body(request, limits.request_bytes, "send less, or raise --max-request-bytes")
-        samples: list[Sample] = await asyncio.to_thread(decode, body, limits)
-        del body
-        if len(samples) > queue.size:
-            raise Refused(413, f"{len(samples)} samples in a request, and the queue has {queue.size} places: send less")
-        places.enter_context(queue.places(len(samples) - 1))
-        return await unless_gone(request, queue.score(samples))

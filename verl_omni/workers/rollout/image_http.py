@@ -29,13 +29,14 @@ from starlette.responses import JSONResponse
 
 from verl_omni.config import DiffusionModelConfig, DiffusionRolloutConfig
 from verl_omni.utils.errors import Refused, RunError
-from verl_omni.utils.http_requests import KEEP_ALIVE_SECONDS, NOBODY, RETRY_AFTER, asks_for, read_body, unless_gone
-from verl_omni.utils.listening import BACKLOG, address_of, take_port
+from verl_omni.utils.http_door import guarded
+from verl_omni.utils.http_requests import NOBODY, RETRY_AFTER, BodyRoom, asks_for, read_body, unless_gone
+from verl_omni.utils.listening import BACKLOG, Connections, address_of, take_port
 from verl_omni.utils.pictures import picture_file
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.image_request import ImageRequest, RequestReader, http_token
 
-BODY_BYTES = 2**16
+BODY_BYTES, ALL_BODY_BYTES = 2**16, 2**23
 # Requests that are drawn or wait for it; who comes then is told to come back.
 PLACES = 16
 
@@ -56,6 +57,7 @@ class ImageHttp:
         self.model, self.adapter = model, self.reader.adapter
         self.address: str | None = None
         self._taken, self._tokenizing, self._since = 0, asyncio.Lock(), int(time.time())
+        self._bodies = BodyRoom(ALL_BODY_BYTES)
 
     async def start(self, port: int) -> str:
         """Listen on that port (0: a free one); the address."""
@@ -65,16 +67,8 @@ class ImageHttp:
         except OSError as error:
             raise RunError(f"actor_rollout_ref.rollout.http.port: {error}; choose another") from error
         self.tokenizers = await asyncio.to_thread(self.adapter.load_tokenizers, self.model)
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                self._app(token),
-                log_level="error",
-                lifespan="off",
-                backlog=BACKLOG,
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=1,
-            )
-        )
+        connections = Connections(self.http.max_connections, self.http.max_connections_per_address)
+        self._server = uvicorn.Server(guarded(self._app(token), connections, grace=1))
         listening.listen(BACKLOG)  # who comes before the server runs waits for it
         self._running = asyncio.ensure_future(self._server.serve(sockets=[listening]))
         everywhere = self.http.host in ("0.0.0.0", "::")
@@ -87,7 +81,7 @@ class ImageHttp:
 
     def _app(self, token: str | None) -> FastAPI:
         app = FastAPI(openapi_url=None)
-        guarded = [Depends(asks_for(token))]
+        with_token = [Depends(asks_for(token))]
 
         @app.exception_handler(HTTPException)
         async def as_openai_says_it(request: Request, error: HTTPException) -> JSONResponse:
@@ -99,16 +93,17 @@ class ImageHttp:
         async def health() -> dict[str, Any]:
             return {"status": "ok", "version": self.version()}
 
-        @app.get("/v1/models", dependencies=guarded)
+        @app.get("/v1/models", dependencies=with_token)
         async def models() -> dict[str, Any]:
             one = {"id": self.reader.name, "object": "model", "created": self._since, "owned_by": "verl-omni"}
             return {"object": "list", "data": [one]}
 
-        @app.post("/v1/images/generations", dependencies=guarded)
+        @app.post("/v1/images/generations", dependencies=with_token)
         async def generations(request: Request) -> Any:
             try:
+                with self._bodies.share() as share:
+                    asked = self.reader.read(await read_body(request, BODY_BYTES, "send a shorter prompt", share))
                 with self._place():
-                    asked = self.reader.read(await read_body(request, BODY_BYTES, "send a shorter prompt"))
                     return JSONResponse(await unless_gone(request, self._images(asked)))
             except Refused as refused:
                 headers = RETRY_AFTER if refused.status == 503 else None
@@ -120,7 +115,7 @@ class ImageHttp:
 
     @contextmanager
     def _place(self) -> Iterator[None]:
-        """From before the body is read until all is answered."""
+        """Until all is answered. Who is slow to send a request has none."""
         if self._taken == PLACES:
             raise Refused(503, f"{PLACES} requests wait already: come back later")
         self._taken += 1
