@@ -455,6 +455,11 @@ def test_effect_depends_on_other_knobs():
         check_effect(Outer(later=1), Outer(later=1))
 
 
+def test_a_number_that_no_float_holds_is_outside():
+    with pytest.raises(ValueError, match=r"^rate=10{39}: expected 1 or more$"):
+        Range(least=1).check("rate", 10**400)
+
+
 def test_help_shows_range_and_condition():
     shown = {k.name: k.text() for k in walk(Outer)}
     assert shown == {

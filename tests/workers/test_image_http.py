@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import diffusers
 import numpy as np
@@ -19,11 +19,13 @@ import requests
 import torch
 from hydra import compose, initialize_config_module
 from PIL import Image
+from raw_http import RawClient
 from tiny_models import tiny_checkpoint
 
 from verl_omni.config import schema
 from verl_omni.pipelines.qwen_image import QwenImage
 from verl_omni.trainer.checks.preparation import prepare_config
+from verl_omni.utils import http_door
 from verl_omni.utils.background import start, wait_for
 from verl_omni.utils.errors import RunError
 from verl_omni.workers.engine.compile.blocks import compile_blocks
@@ -187,6 +189,14 @@ REFUSED = {
     "less than no guidance": ({"prompt": "", "true_cfg_scale": -1}, 422, "true_cfg_scale=-1: expected 1 or more"),
     "a word for guidance": ({"prompt": "", "true_cfg_scale": "4"}, 422, "true_cfg_scale=4: expected a number"),
     "what has no effect": ({"prompt": "", "negative_prompt": "x"}, 422, "no effect without guidance: set true_cfg"),
+    "strong guidance": ({"prompt": "", "true_cfg_scale": 1e308}, 422, "true_cfg_scale=1e+308: expected at most 100"),
+    "guidance beyond floats": ({"prompt": "", "true_cfg_scale": 10**400}, 422, "00000: expected 1 or more"),
+    "steps beyond floats": ({"prompt": "", "num_inference_steps": 10**400}, 413, "00000: at most 100"),
+    "images beyond floats": ({"prompt": "", "n": 10**400}, 413, "00000: at most 4 images"),
+    "a single step": ({"prompt": "", "num_inference_steps": 1}, 422, "num_inference_steps=1: expected more"),
+    "half of a character": ({"prompt": "\ud800"}, 422, "a text has \\ud800, which is half of a character"),
+    "half of a name": ({"prompt": "", "\udfff": 1}, 422, "a text has \\udfff"),
+    "half of a model's name": ({"prompt": "", "model": "a\ud800"}, 422, "a text has \\ud800"),
     "a long prompt": ({"prompt": "a " * 600}, 422, "more than max_sequence_length=512"),
     "a longer prompt": ({"prompt": "a " * 40_000}, 413, "the request has more than 65536 bytes"),
 }
@@ -203,6 +213,28 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(server, name):
 def test_bad_bodies_are_refused(server, body):
     answer = requests.post(f"{server.address}/v1/images/generations", data=body, timeout=GUARD)
     assert answer.status_code == 422 and said(answer)
+
+
+def test_whole_characters_beyond_the_first_plane_are_drawn(server):
+    body = b'{"prompt": "\\ud83d\\ude00", "seed": 1}'  # as JSON in ASCII says it
+    answer = requests.post(f"{server.address}/v1/images/generations", data=body, timeout=GUARD)
+    assert answer.status_code == 200, answer.text
+
+
+def test_what_is_no_number_is_no_image(server):
+    """For a guest, and for a run."""
+    own = server.own_weights()
+    name = next(name for name, _ in own if name.endswith("proj_out.weight"))
+    try:
+        broken = [(n, torch.full_like(t, torch.nan) if n == name else t) for n, t in own]
+        wait_for(server.update_weights(broken, 9))
+        answer = post(server, prompt=PROMPT, n=2)
+        assert answer.status_code == 500 and "2 of 2 images have NaN or infinite values" in said(answer)
+        with pytest.raises(RunError, match="4 of 4 images have NaN or infinite values"):
+            wait_for(burst(server))
+    finally:
+        wait_for(server.update_weights(own, 7))
+    assert post(server, prompt=PROMPT).status_code == 200
 
 
 def test_a_request_has_no_more_images_than_a_forward():
@@ -299,6 +331,31 @@ def test_who_comes_when_too_many_wait_is_told_to_come_back(server, monkeypatch):
         assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1") and "2 requests wait" in said(answer)
         assert [one.result().status_code for one in waits] == [200, 200]
     assert post(server, prompt=PROMPT).status_code == 200
+
+
+def test_who_is_slow_to_ask_keeps_nobody_waiting(server, monkeypatch):
+    monkeypatch.setattr(image_http, "PLACES", 1)
+    with ExitStack() as slow:
+        for _ in range(2):
+            slow.enter_context(RawClient(server.address)).begin("/v1/images/generations", 100).send(b"{")
+        assert post(server, prompt=PROMPT).status_code == 200
+
+
+def test_connections_have_a_limit(monkeypatch):
+    monkeypatch.setattr(http_door, "PATIENCE_SECONDS", 1000)
+    limits = [f"{ROLLOUT}.http.max_connections=3", f"{ROLLOUT}.http.max_connections_per_address=2"]
+    with serving(*limits, weights=False) as server, ExitStack() as clients:
+        for source in ("127.0.0.2", "127.0.0.2", "127.0.0.3"):
+            clients.enter_context(RawClient(server.address, source)).send(b"POST")
+        for source in ("127.0.0.2", "127.0.0.3"):
+            with RawClient(server.address, source) as refused:
+                assert b" 503 " in refused.answer()
+
+
+def test_headers_that_do_not_come_are_cut_off(server, monkeypatch):
+    monkeypatch.setitem(http_door.SECONDS, "headers", 0.05)
+    with RawClient(server.address) as slow:
+        assert slow.send(b"POST / HTTP/1.1\r\n").answer() == b""
 
 
 def test_an_engine_that_fails_fails_one_request(server, monkeypatch):

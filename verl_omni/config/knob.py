@@ -51,18 +51,26 @@ class Range:
             return
         elif isinstance(value, int | float):
             outside = (
-                not math.isfinite(value)
+                not is_finite(value)
                 or (self.least is not None and value < self.least)
                 or (self.above is not None and value <= self.above)
                 or (self.most is not None and value > self.most)
                 or (self.below is not None and value >= self.below)
             )
             if outside:
-                raise ValueError(f"{name}={value}: expected {self.bounds() or 'a finite number'}")
+                raise ValueError(f"{name}={value!s:.40}: expected {self.bounds() or 'a finite number'}")
         elif isinstance(value, str) and value in self.refused:
             raise ValueError(f"{name}={value}: {self.refused[value]}; known: {', '.join(self.names())}")
         elif self.choices is not None and value not in self.names():
             raise ValueError(unknown(name, value, self.names()))
+
+
+def is_finite(number: float) -> bool:
+    """As a float: a whole number can be too large for one."""
+    try:
+        return math.isfinite(number)
+    except OverflowError:
+        return False
 
 
 class Knob(NamedTuple):

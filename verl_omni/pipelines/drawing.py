@@ -17,6 +17,7 @@ import torch
 from verl_omni.config import DiffusionModelConfig, DiffusionPipelineConfig
 from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
 from verl_omni.pipelines.sampling import denoise
+from verl_omni.utils.errors import RunError
 from verl_omni.utils.padding import pad_and_cat
 
 PIPELINE_KEYS = tuple(f.name for f in dataclasses.fields(DiffusionPipelineConfig))
@@ -138,8 +139,9 @@ class Drawer:
         return torch.Generator(self.device).manual_seed(seed)
 
     def _decode(self, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
-        pixels = self.adapter.decode_latents(self.pipe, latents, model_config)
-        return (pixels.float() * 255).round().to(torch.uint8)
+        pixels = self.adapter.decode_latents(self.pipe, latents, model_config).float()
+        check_finite(latents, pixels)
+        return (pixels * 255).round().to(torch.uint8)
 
     # ---- prompts -------------------------------------------------------------------------------------
 
@@ -181,3 +183,13 @@ def equal_parts(total: int, most: int) -> int:
 def stack_conditions(rows: list[Conditions]) -> Conditions:
     """Batch the features of single prompts; sequences (B, L, ...) of different length are padded with zeros."""
     return {name: pad_and_cat([row[name] for row in rows]) for name in rows[0]}
+
+
+def check_finite(latents: torch.Tensor, pixels: torch.Tensor) -> None:
+    """NaN would become black, and a black image would be scored and learned from."""
+    bad = sum((~tensor.isfinite()).flatten(1).any(1) for tensor in (latents, pixels))
+    if count := int(bad.count_nonzero()):
+        raise RunError(
+            f"{count} of {len(bad)} images have NaN or infinite values: the model has diverged, its guidance is too "
+            "strong, or its VAE needs a wider dtype"
+        )

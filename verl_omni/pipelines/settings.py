@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
+
 from verl_omni.config import (
     DiffusionModelConfig,
     DiffusionPipelineConfig,
@@ -37,3 +39,14 @@ def check_size(where: str, pipeline: DiffusionPipelineConfig, model: DiffusionMo
                 f"{where}{name}={value} is no multiple of {multiple} (vae_scale_factor * {adapter.size_multiple}): "
                 f"try {below} or {below + multiple}"
             )
+
+
+def check_steps(where: str, pipeline: DiffusionPipelineConfig, model: DiffusionModelConfig) -> None:
+    """The model's noise schedule can be walked in so many steps: where it is stretched to its end, not in one."""
+    asked, adapter = dataclasses.replace(model, pipeline=pipeline), DiffusionModelBase.get_class(model)
+    scheduler = adapter.build_scheduler(asked)
+    with np.errstate(all="ignore"):
+        adapter.set_timesteps(scheduler, asked, "cpu")
+    if not scheduler.sigmas.isfinite().all():
+        steps = pipeline.num_inference_steps
+        raise ValueError(f"{where}num_inference_steps={steps}: expected more, for the noise schedule of this model")

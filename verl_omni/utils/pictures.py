@@ -8,11 +8,13 @@ import torch
 
 
 def as_pil(image: torch.Tensor) -> Any:
-    """PIL image of a tensor, uint8 or floats in [0, 1]; a list of them for a video."""
+    """PIL image of a tensor, uint8 or floats in [0, 1]; a list of them for a video. NaN is an error."""
     from PIL import Image
 
     if image.ndim == 4:
         return [as_pil(frame) for frame in image]
+    if not image.isfinite().all():
+        raise ValueError("an image has NaN or infinite pixels: the model that drew it has diverged")
     pixels = image if image.dtype == torch.uint8 else (image * 255).round().clamp(0, 255).to(torch.uint8)
     return Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
 

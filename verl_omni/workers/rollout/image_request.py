@@ -1,7 +1,6 @@
 """What may be asked of a rollout server over HTTP: OpenAI's image request, read into what validation would ask for."""
 
 import dataclasses
-import json
 import re
 import secrets
 from dataclasses import dataclass
@@ -12,16 +11,17 @@ from verl_omni.config import DiffusionModelConfig, DiffusionPipelineConfig, Diff
 from verl_omni.config.knob import MOST_SEED, walk
 from verl_omni.config.rollout import validation_pipeline
 from verl_omni.pipelines.model_base import DiffusionModelBase
-from verl_omni.pipelines.settings import check_size, validation_sampling
+from verl_omni.pipelines.settings import check_size, check_steps, validation_sampling
 from verl_omni.utils.errors import Refused
+from verl_omni.utils.json_bodies import loads
 from verl_omni.utils.listening import is_loopback, token_in
 from verl_omni.utils.suggest import unknown
 
 HTTP = "actor_rollout_ref.rollout.http"
 OPENAI = ("prompt", "model", "n", "size", "response_format")
 GUIDANCE = ("true_cfg_scale", "guidance_scale", "guidance_scale_2")
-# A run may have more; nobody else is to hold a server for longer.
-MOST_STEPS = 100
+# A run may have more; nobody else is to hold a server for longer, or to get pixels that are no numbers.
+MOST_STEPS, MOST_GUIDANCE = 100, 100.0
 
 
 def http_token(http: HttpConfig) -> str | None:
@@ -57,10 +57,10 @@ class RequestReader:
         self.most_pixels = config.http.max_pixels or max(own.height * own.width, shown.height * shown.width)
         self.most_images = min(config.http.max_images, config.max_num_seqs)  # one forward, and so one version
 
-    def read(self, body: bytes) -> ImageRequest:
+    def read(self, body: bytes | bytearray) -> ImageRequest:
         try:
-            fields = json.loads(body)
-        except (ValueError, RecursionError) as error:
+            fields = loads(body)
+        except ValueError as error:
             raise Refused(422, f"the body is no JSON ({error!s:.100})") from error
         if not isinstance(fields, dict):
             raise Refused(422, 'the body is no JSON object: expected {"prompt": "...", ...}')
@@ -77,7 +77,7 @@ class RequestReader:
             raise Refused(422, f"response_format={fields['response_format']}: this server has b64_json only")
         count = _whole(fields, "n", 1, least=1)
         if count > self.most_images:
-            raise Refused(413, f"n={count}: at most {self.most_images} images a request ({HTTP}.max_images)")
+            raise Refused(413, f"n={count!s:.40}: at most {self.most_images} images a request ({HTTP}.max_images)")
         seed = _whole(fields, "seed", secrets.randbelow(MOST_SEED - count), least=0, most=MOST_SEED + 1 - count)
         try:
             sampling = self._sampling(fields)
@@ -88,13 +88,18 @@ class RequestReader:
     def _sampling(self, fields: dict[str, Any]) -> dict[str, Any]:
         over = self._size(fields) | {name: _number(fields, name) for name in self.guidance if name in fields}
         if "num_inference_steps" in fields:
-            over["num_inference_steps"] = _whole(fields, "num_inference_steps", None, least=1)
-            if over["num_inference_steps"] > self.most_steps:
-                raise Refused(413, f"num_inference_steps={over['num_inference_steps']}: at most {self.most_steps}")
+            steps = over["num_inference_steps"] = _whole(fields, "num_inference_steps", None, least=1)
+            if steps > self.most_steps:
+                raise Refused(413, f"num_inference_steps={steps!s:.40}: at most {self.most_steps}")
+        shown = validation_pipeline(self.config)
         for name, value in over.items():
             self.knobs[name].range.check(name, value)
-        pipeline = dataclasses.replace(validation_pipeline(self.config), **over)
+            if name in self.guidance and value > (most := max(MOST_GUIDANCE, getattr(shown, name) or 0.0)):
+                raise Refused(422, f"{name}={value!s:.40}: expected at most {most:g}")
+        pipeline = dataclasses.replace(shown, **over)
         check_size("size: ", pipeline, self.model)
+        if "num_inference_steps" in fields:
+            check_steps("", pipeline, self.model)
         if "negative_prompt" in fields:
             over["negative_prompt"] = _text(fields, "negative_prompt")
             if self.adapter.cfg_scale(dataclasses.replace(self.model, pipeline=pipeline)) <= 1:
