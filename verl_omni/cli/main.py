@@ -34,6 +34,8 @@ GROUPS: dict[str, dict[str, Subcommand]] = {
     },
     "To train": {
         "train": Subcommand(f"{CLI}train", "train a model: train [RECIPE] [key=value ...]"),
+        "check": Subcommand(f"{CLI}check", "a dry run of `train` with the same settings: one image, one reward"),
+        "overfit": Subcommand(f"{CLI}overfit", "train on one prompt: can these settings learn this reward at all?"),
         "plan": Subcommand(f"{CLI}plan", "how many devices should train, and how many draw, from a run's timing"),
     },
     "To look at what came of it": {

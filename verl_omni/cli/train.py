@@ -18,6 +18,8 @@ import verl_omni
 TAKE_A_VALUE = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--cfg", "-c", "--package", "-p"}
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from omegaconf import DictConfig
 
 
@@ -39,6 +41,11 @@ def main() -> None:
     if not {"--cfg", "-c", "--info", "-i", "--hydra-help"} & {argument.split("=")[0] for argument in sys.argv[1:]}:
         # Checks load torch and read the data: before anything else, say that there is something going on.
         print(f"verl-omni {verl_omni.__version__}: checking the settings, the data and the reward", file=sys.stderr)
+    with_configuration(_run)
+
+
+def with_configuration(task: "Callable[[DictConfig], None]") -> None:
+    """Call it with the configuration that the command's arguments make."""
     sys.argv[1:] = as_hydra_reads_them(sys.argv[1:])
     import hydra
 
@@ -47,7 +54,7 @@ def main() -> None:
 
     schema.register()
     with hydra_errors.in_one_line(sys.argv[1:]):
-        hydra.main("pkg://verl_omni.trainer.config", "diffusion_trainer", version_base=None)(_run)()
+        hydra.main("pkg://verl_omni.trainer.config", "diffusion_trainer", version_base=None)(task)()
 
 
 def answer(arguments: list[str]) -> bool:

@@ -1,0 +1,85 @@
+"""A dry run: all that `verl-omni train` with the same settings would do, up to one image drawn and one reward asked.
+
+    verl-omni check [RECIPE] [key=value ...]
+
+It runs in this process, without Ray, on one device, and draws with diffusers whatever the run's engine is. The image is
+written to outputs/check; the run's own folder is left alone.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verl_omni.cli.train import with_configuration
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+FOLDER = Path("outputs/check")
+
+
+def main() -> None:
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        print(f"usage: verl-omni check [RECIPE] [key=value ...]\n\n{__doc__}")
+        return
+    with_configuration(check)
+
+
+def check(config: "DictConfig") -> None:
+    from verl_omni.cli.in_process import ARR, alone, mistakes_in_one_line, prepared
+    from verl_omni.trainer.checks.preflight import check_start
+
+    with mistakes_in_one_line():
+        with step("settings, data and rewards"):
+            run = prepared(config.copy())
+            start = check_start(run)
+        for line in start.notices:
+            print(line)
+        if run.algorithm.sample_source == "offline":
+            print("The cached pairs fit the model. Offline training draws no image and asks no reward.")
+            return
+        one = {
+            "data.val_files": run.data.val_files or run.data.train_files,
+            "data.val_max_samples": 1,
+            "trainer.val_only": True,
+            "trainer.default_local_dir": str(FOLDER),
+            f"{ARR}rollout.val_kwargs": {"n": 1, "seed": run.actor_rollout_ref.rollout.val_kwargs.seed},
+        }
+        draw(prepared(alone(config, one)))
+
+
+def draw(config: "DictConfig") -> None:
+    from verl_omni.testing.local_trainer import local_trainer
+    from verl_omni.workers.engine.module import quiet_loading
+
+    quiet_loading()
+    with step("the model and the rewards, loaded"):
+        trainer = local_trainer(config)
+    with step("one image, drawn and scored"):
+        trainer.validate()
+    folder = FOLDER / "validation/step_0"
+    (row,) = (json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines())
+    told = {name: value for name, value in row["reward_extra_info"].items() if isinstance(value, int | float | str)}
+    print(f'\nPrompt: "{row["prompt"]}"\nImage:  {folder / row["image"]}\nScore:  {row["score"]:.4f}', end="")
+    print("".join(f", {name}: {value}" for name, value in told.items()) + "\nA run with these settings can start.")
+
+
+@contextmanager
+def step(what: str) -> Iterator[None]:
+    """Say what is waited for, and how long it took."""
+    began = time.perf_counter()
+    print(f"{what} ...", end=" ", flush=True)
+    try:
+        yield
+    except BaseException:
+        print("no", flush=True)
+        raise
+    print(f"{time.perf_counter() - began:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
