@@ -177,6 +177,41 @@ def test_what_made_the_run_is_said(run_dir):
     assert "main_diffusion recipe=<x>" in Collector(write_report(run_dir).read_text()).text
 
 
+def test_the_commit_of_the_code_itself_is_noted(run_dir, monkeypatch):
+    """Of a checkout; a wheel has none."""
+    monkeypatch.setattr("verl_omni.report.starts.commit", lambda folder: f"of {folder}")
+    note_start(run_dir, 7, None)
+    code = str(Path(verl_omni.__file__).parent)
+    assert read_starts(run_dir)[-1]["code"] == f"of {code}"
+    assert f"verl-omni {verl_omni.__version__} at of {code}" in Collector(write_report(run_dir).read_text()).text
+
+
+def test_pairs_are_not_scored_images(tmp_path):
+    data = {"actor/implicit_accuracy": 0.5, "actor/implicit_margin": 0.1, "perf/total_num_images": 8}
+    lines = [{"step": step, "data": data} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = Collector(write_report(tmp_path).read_text()).text
+    assert "16 images of pairs" in text and "scored" not in text
+    assert "Pairs whose chosen image the model prefers" in text and "Margin of the chosen image" in text
+
+
+def test_before_and_after_are_of_the_same_prompts_where_scores_failed(run_dir):
+    """Scores .25 at first and 1 later; the third prompt, whose 0 would count at first only, has none at the end."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line["step"] <= 3]
+    lines[-1]["data"]["val-aux/ocr/failed"] = 1.0
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for step, score in ((0, 0.0), (3, None)):
+        path = run_dir / f"validation/step_{step}/samples.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        rows[2]["score"] = score
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = format_before_after_table(run_dir).splitlines()
+    row = next(line for line in table if "3 prompts scored both times" in line)
+    assert row.split()[-3:] == ["0.250", "1.000", "+0.750"]
+    assert "1 scores of validation failed" in Collector(write_report(run_dir).read_text()).text
+
+
 def test_the_users_commit_is_noted(tmp_path):
     def git(*arguments):
         return subprocess.run(["git", "-C", tmp_path, *arguments], check=True, capture_output=True, text=True).stdout

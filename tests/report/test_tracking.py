@@ -114,6 +114,13 @@ def test_console_shows_what_matters_on_one_line(tmp_path, capsys):
     assert Console().line({}, 3) == "step 3"
 
 
+def test_console_of_pairs_and_of_a_validation_that_partly_failed():
+    offline = {"actor/implicit_accuracy": 0.75, "actor/implicit_margin": 0.31, "actor/grad_norm": 0.5}
+    assert Console().line(offline, 3) == "step 3 | chosen preferred 75% | margin 0.310 | grad norm 0.5"
+    partly = {"val-core/ocr/reward/mean@1": 0.5, "val-aux/ocr/failed": 2.0}
+    assert Console().line(partly, 3) == "step 3 | val ocr/reward/mean@1 0.500 | val ocr 2 scores failed"
+
+
 def test_unknown_backend_gets_the_nearest_name_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match='unknown trainer.logger "wandbb": did you mean "wandb"\\? known: .*jsonl'):
         track(tmp_path / "run", "jsonl", "wandbb")

@@ -71,7 +71,17 @@ def test_a_gate_lets_a_reward_count_only_where_another_passes(ocr, counted):
     assert answer == {"score": ocr + 2 * counted, "ocr": ocr, "aesthetic": counted, "aesthetic/score": 7.0}
 
 
+@pytest.mark.parametrize(("ocr", "counted"), [(0.4, -10.0), (0.6, -3.0)])
+def test_a_closed_gate_is_no_better_than_a_reward_below_zero(ocr, counted):
+    gate = {"by": "ocr", "at_least": 0.5, "else": -10}
+    choices = read_choices([{"name": "ocr"}, {"name": "jpeg_compressibility", "gate": gate}])
+    answer = combine(rewards_of("x", choices), [{"score": ocr}, {"score": -3.0}])
+    assert answer["score"] == ocr + counted and answer["jpeg_compressibility"] == counted
+
+
 BAD = {
+    "gate else": ([{"name": "o"}, {"name": "a", "gate": {"by": "o", "at_least": 1, "else": "low"}}], "for a reward"),
+    "gate with more": ([{"name": "o"}, {"name": "a", "gate": {"by": "o", "at_least": 1, "or": 1}}], "expected {by:"),
     "no list": ("ocr,pickscore", "expected a list of rewards"),
     "no name": ([{"weight": 1}], "expected a list of rewards"),
     "number": ([3], "expected a list of rewards"),

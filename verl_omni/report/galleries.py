@@ -18,7 +18,7 @@ def before_and_after(validations: Sequence[tuple[int, Path]]) -> str:
     if not validations:
         return ""
     kept = [
-        (step, folder, {s["index"]: s for s in _samples(folder) if s["score"] is not None})  # None: its reward failed
+        (step, folder, {s["index"]: s for s in read_samples(folder) if s["score"] is not None})  # None: it failed
         for step, folder in validations
     ]
     shown = [kept[0], kept[-1]] if len(kept) > 1 else kept
@@ -46,7 +46,7 @@ def best_and_worst(run_dir: Path) -> str:
         return ""
     step = max(folders)
     groups: dict[str, dict[str, dict[str, Any]]] = {}
-    for sample in _samples(folders[step]):
+    for sample in read_samples(folders[step]):
         group, _, side = Path(sample["image"]).stem.rpartition("_")
         groups.setdefault(group, {})[side] = sample
     whole = {group: sides for group, sides in sorted(groups.items()) if {"best", "worst"} <= sides.keys()}
@@ -89,7 +89,7 @@ def _picture(name: str, folder: Path, step: int) -> str:
         return f'<span class="down">{escape(str(error))}</span>'
 
 
-def _samples(folder: Path) -> Iterable[dict[str, Any]]:
+def read_samples(folder: Path) -> Iterable[dict[str, Any]]:
     """The rows of samples.jsonl, or one line for one that a run does not write."""
     rows = []
     for where, row in read_lines(folder / "samples.jsonl"):

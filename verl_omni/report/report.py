@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_omni.report.charts import Series, line_chart, stacked_bars
-from verl_omni.report.galleries import before_and_after, best_and_worst, section
+from verl_omni.report.galleries import before_and_after, best_and_worst, read_samples, section
 from verl_omni.report.starts import read_starts
 from verl_omni.report.style import STYLE
 from verl_omni.report.timeline import timeline_chart
@@ -78,13 +78,29 @@ class Run:
     def changes(self) -> list[Change]:
         """Validation numbers, then the training reward, before and after."""
         labels = {name: _validation_label(name) for name in self.names("val-core/") + self.names("val-aux/")}
+        labels = {name: label for name, label in labels.items() if not name.endswith("/failed")}
         labels["critic/rewards/mean"] = "training reward"
         found = []
         for name, label in labels.items():
             if curve := self.curve(name):
                 (first, before), (last, after) = curve[0], curve[-1]
-                found.append(Change(label, before, after, (first, last)))
+                change = Change(label, before, after, (first, last))
+                found.append(self._same_prompts(change) if name.startswith("val-core/") else change)
         return found
+
+    def _same_prompts(self, change: Change) -> Change:
+        """Where scores failed, the means are of different prompts: then over those that have a score both times."""
+        failed = {name for name in self.names("val-aux/") if name.endswith("/failed")}
+        steps = {step for name in failed for step, count in self.curve(name) if count}
+        folders = dict(self.validations())
+        if not steps & set(change.steps) or not set(change.steps) <= set(folders) or len(self.names("val-core/")) > 1:
+            return change
+        scores = [{s["index"]: s["score"] for s in read_samples(folders[step])} for step in change.steps]
+        both = [i for i, score in scores[0].items() if score is not None and scores[1].get(i) is not None]
+        if not both:
+            return change
+        before, after = (sum(one[i] for i in both) / len(both) for one in scores)
+        return Change(f"{change.label}, {len(both)} prompts scored both times", before, after, change.steps)
 
     def validations(self) -> list[tuple[int, Path]]:
         """(step, folder) of the validations whose images are kept, in the order of steps."""
@@ -176,7 +192,11 @@ def _headline(run: Run, title: str) -> str:
     if seconds := run.curve("timing_s/step"):
         facts.append(f"{_duration(sum(s for _, s in seconds))} of training")
     if images := run.curve("perf/total_num_images"):
-        facts.append(f"{sum(n for _, n in images):,.0f} images scored")
+        done = "scored" if run.curve("critic/rewards/mean") else "of pairs"
+        facts.append(f"{sum(n for _, n in images):,.0f} images {done}")
+    failed = [sum(n for _, n in run.curve(name)) for name in run.names("val-aux/") if name.endswith("/failed")]
+    if sum(failed):
+        facts.append(f"{sum(failed):.0f} scores of validation failed")
     return (
         f'<header><h1>{escape(title)}</h1><p class="facts">{" · ".join(facts)}</p></header>'
         f'<div class="cards">{"".join(cards)}</div>'
@@ -196,6 +216,8 @@ def _learning_charts(run: Run) -> str:
         for heading, name, percent in (
             ("Reward's standard deviation in a group", "critic/rewards/std_mean", False),
             ("Groups whose rewards are all equal", "critic/rewards/zero_std_ratio", True),
+            ("Pairs whose chosen image the model prefers", "actor/implicit_accuracy", True),
+            ("Margin of the chosen image", "actor/implicit_margin", False),
             ("KL to the reference", "actor/kl_loss", False),
             ("KL of old and new policy", "actor/ppo_kl", False),
             ("Clip fraction", "actor/pg_clipfrac", True),
@@ -251,7 +273,8 @@ def _about(run: Run) -> str:
         "Seeds": ", ".join(f"{name}={run.setting(name)}" for name in SEEDS if run.setting(name) is not None),
     }
     for start in run.starts:
-        code = f"verl-omni {start['verl_omni']}" + (f", your commit {start['commit']}" if start["commit"] else "")
+        code = f"verl-omni {start['verl_omni']}" + (f" at {start['code']}" if start.get("code") else "")
+        code += f", your commit {start['commit']}" if start["commit"] else ""
         facts[f"Started at step {start['step']}"] = f"{start['date']}, {code}, on {start['machine']}"
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(said))}</dd>" for name, said in facts.items() if said)
     command = run.starts[-1]["command"] if run.starts else None

@@ -27,6 +27,7 @@ def note_start(run_dir: str | Path, step: int, command: str | None) -> None:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "step": step,
         "verl_omni": verl_omni.__version__,
+        "code": commit(Path(verl_omni.__file__).parent),  # None where it was installed from a wheel
         "commit": commit(Path.cwd()),
         "machine": machine(),
         "command": command,

@@ -24,6 +24,8 @@ def readable(value: float, decimals: int = 3, sign: str = "") -> str:
 WATCHED = (
     ("critic/rewards/mean", "reward", readable),
     ("critic/rewards/std_mean", "group std", readable),
+    ("actor/implicit_accuracy", "chosen preferred", "{:.0%}".format),
+    ("actor/implicit_margin", "margin", readable),
     ("actor/kl_loss", "kl", "{:.2e}".format),
     ("actor/pg_clipfrac", "clipped", "{:.1%}".format),
     ("actor/grad_norm", "grad norm", "{:.3g}".format),
@@ -110,6 +112,8 @@ class Console:
         parts = [f"step {step}" + (f"/{self.total_steps}" if self.total_steps else "")]
         scores = [key for key in data if key.startswith(VALIDATION)]
         parts += [f"val {key.removeprefix(VALIDATION)} {readable(data[key])}" for key in scores]
+        failed = [key for key in data if key.startswith("val-aux/") and key.endswith("/failed")]
+        parts += [f"val {key.split('/')[1]} {data[key]:.0f} scores failed" for key in failed]
         parts += [f"{label} {shown(data[key])}" for key, label, shown in WATCHED if key in data]
         return " | ".join(parts)
 

@@ -13,10 +13,11 @@ SHAPE = "expected a list of rewards, such as [{name: ocr, weight: 1}], or their 
 
 @dataclass(frozen=True)
 class Gate:
-    """A reward counts only where the score of another, `by`, is `at_least` so high."""
+    """A reward counts only where the score of another, `by`, is `at_least` so high; `otherwise` it is this number."""
 
     by: str
     at_least: float
+    otherwise: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,14 @@ def _read(entry: dict[str, Any]) -> Choice:
             raise ValueError(f"{where}.data_sources has no effect without {where}.weight")
     gate = entry.pop("gate", None)
     if gate is not None:
-        if not isinstance(gate, Mapping) or set(gate) != {"by", "at_least"} or not _is_number(gate["at_least"]):
-            raise ValueError(f"{where}.gate={gate!r}: expected {{by: <another reward>, at_least: <its least score>}}")
-        gate = Gate(gate["by"], float(gate["at_least"]))
+        numbers = [gate.get("at_least"), gate.get("else", 0.0)] if isinstance(gate, Mapping) else [None]
+        known = isinstance(gate, Mapping) and {"by", "at_least"} <= set(gate) <= {"by", "at_least", "else"}
+        if not known or not all(map(_is_number, numbers)):
+            raise ValueError(
+                f"{where}.gate={gate!r}: expected {{by: <another reward>, at_least: <its least score>}}, and, for a "
+                "reward below 0, else: <what it is where the gate is closed>"
+            )
+        gate = Gate(gate["by"], *map(float, numbers))
     processes, gpus = entry.pop("processes", 0), entry.pop("gpus", 0)
     if type(processes) is not int or processes < 0:
         raise ValueError(f"{where}.processes={processes!r}: expected a whole number, 0 or more")
@@ -135,8 +141,8 @@ def rewards_of(data_source: str, choices: Mapping[str, Choice], own: bool = Fals
 def combine(chosen: Sequence[Choice], answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One answer of a row's rewards that are added up: `score` is their weighted sum.
 
-    Each one's score stands under its label (0 where its gate is closed; the score that it had is then `<label>/score`),
-    and with several of them what else it told under `<label>/<name>`.
+    Each one's score stands under its label (where its gate is closed the gate's `else`, which is 0 unless set; the
+    score that it had is then `<label>/score`), and with several of them what else it told under `<label>/<name>`.
     """
     if len(chosen) == 1:
         score = answers[0]["score"]
@@ -146,7 +152,7 @@ def combine(chosen: Sequence[Choice], answers: Sequence[Mapping[str, Any]]) -> d
     total = 0.0
     for choice, answer in zip(chosen, answers, strict=True):
         is_open = choice.gate is None or scores[choice.gate.by] >= choice.gate.at_least
-        told[choice.label] = scores[choice.label] if is_open else 0.0
+        told[choice.label] = scores[choice.label] if is_open else choice.gate.otherwise
         if choice.gate is not None:
             told[f"{choice.label}/score"] = scores[choice.label]
         told |= {f"{choice.label}/{key}": value for key, value in answer.items() if key != "score"}

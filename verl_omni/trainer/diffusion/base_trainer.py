@@ -308,7 +308,7 @@ class BaseRayDiffusionTrainer(Sampling):
             self.timeline.write_to(self.run_dir, self.global_step or None)
         balance = Balance(self.actor_wg.world_size, len(self.rollouts.servers) if self.pace.overlaps else 0)
         shown = {"total": self.total_steps, "initial": self.global_step, "desc": "training", "unit": "step"}
-        with tqdm(**shown, file=terminal()) as bar:
+        with tqdm(**shown, file=terminal(), disable=None) as bar:  # in a log file there are lines, and no bar
             while self.global_step < self.total_steps and not stop_requested():
                 timing = Stages()
                 tell(stage="training", step=self.global_step + 1)
