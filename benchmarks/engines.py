@@ -150,7 +150,7 @@ def replay(name: str, folder: Path, full: bool) -> dict[str, dict[str, float]]:
     config = configured(name, folder, full)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     actor = OmegaConf.to_object(config.actor_rollout_ref.actor)
-    cls = engine_class(config.algorithm.trainer_type, actor.strategy)
+    cls = engine_class(actor.strategy)
     model_config = OmegaConf.to_object(config.actor_rollout_ref.model)
     engine = cls(model_config, cls.settings(actor), actor.optim, actor.checkpoint)
     engine.initialize()

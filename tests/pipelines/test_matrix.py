@@ -12,6 +12,7 @@ from test_architectures import PROMPTS, SEQUENCE, TABLE, as_batch, config, rollo
 from verl_omni.algorithms.registry import resolve_algorithm_defaults
 from verl_omni.config import DiffusionActorConfig, DiffusionLossConfig, DiffusionRolloutAlgoConfig
 from verl_omni.pipelines.schedulers.windows import sde_window
+from verl_omni.workers.engine.reverse_steps import ReverseSteps
 from verl_omni.workers.losses import build_loss_function
 
 ALGORITHMS = {
@@ -39,6 +40,7 @@ def test_a_step(trained, algorithm):
         name, DiffusionRolloutAlgoConfig(**ALGORITHMS[algorithm]), DiffusionLossConfig(loss_mode=None)
     )
     engine.model_config = dataclasses.replace(engine.model_config, algo=algo)
+    engine.replay = ReverseSteps(engine)
     steps = engine.adapter.num_steps(engine.model_config)
     data = as_batch(sample(row, rollout(engine.model_config, engine.module), algo, steps))
     length = data["all_timesteps"].shape[1]

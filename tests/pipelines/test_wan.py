@@ -13,8 +13,10 @@ from tiny_models import tiny_checkpoint
 
 from verl_omni.pipelines.wan import Wan
 from verl_omni.pipelines.wan.adapter import Experts
+from verl_omni.workers.engine.base import DiffusionEngine
 from verl_omni.workers.engine.noise_levels import NoiseLevels
 from verl_omni.workers.engine.reverse_steps import ReverseSteps
+from verl_omni.workers.layout import Layout
 
 ROWS = {row.name: row for row in architectures.TABLE}
 
@@ -58,18 +60,18 @@ def test_frames_that_wan_cannot_make_are_an_error():
 
 
 @pytest.mark.parametrize("counted", [("transformer",), ("transformer_2",), ("transformer", "transformer_2")])
-@pytest.mark.parametrize("engine", [NoiseLevels, ReverseSteps])
-def test_an_expert_that_only_fillers_reached_has_no_gradient(engine, counted):
+@pytest.mark.parametrize("kind", [NoiseLevels, ReverseSteps])
+def test_an_expert_that_only_fillers_reached_has_no_gradient(kind, counted):
     """Both ran. The first two samples are the high-noise expert's, the others the low-noise one's."""
     experts = Experts(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), boundary=900.0)
     for parameter in experts.parameters():
         parameter.grad = torch.zeros_like(parameter)
     sigma = torch.tensor([[0.95, 0.99], [1.0, 0.9], [0.1, 0.89], [0.2, 0.3]])
     share = torch.tensor([name in counted for name in experts for _ in range(2)]).double() / (2 * len(counted))
+    replay = kind.__new__(kind)
+    replay.scheduler = SimpleNamespace(config=SimpleNamespace(num_train_timesteps=1000))
     held = SimpleNamespace(
-        parts=dict(experts.items()), module=experts, adapter=Wan, sharded=False, device="cpu",
-        scheduler=SimpleNamespace(config=SimpleNamespace(num_train_timesteps=1000)),
-    )  # fmt: skip
-    held.trained_timesteps = engine.trained_timesteps.__get__(held)
-    engine.drop_idle_gradients(held, {"sigma": sigma, "all_timesteps": 1000 * sigma, "share": share})
+        parts=dict(experts.items()), module=experts, adapter=Wan, layout=Layout(), device="cpu", replay=replay
+    )
+    DiffusionEngine.drop_idle_gradients(held, {"sigma": sigma, "all_timesteps": 1000 * sigma, "share": share})
     assert tuple(name for name, part in experts.items() if part.weight.grad is not None) == counted

@@ -19,7 +19,8 @@ from verl_omni.config import (
 from verl_omni.pipelines.drawing import Request
 from verl_omni.trainer.diffusion.ordering import deal_units
 from verl_omni.utils.padding import pad_and_cat
-from verl_omni.workers.engine.fsdp.diffusers_impl import PreferenceDiffusersFSDPEngine
+from verl_omni.workers.engine.fsdp.diffusers_impl import DiffusersFSDPEngine
+from verl_omni.workers.engine.noise_levels import NoiseLevels
 from verl_omni.workers.losses import LossFunction, build_loss_function
 from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
 
@@ -53,9 +54,9 @@ def model_config(path: Any, loss: str, lora: bool = False, **pipeline: Any) -> D
     )
 
 
-def make_engine(path: Any, loss: str, lora: bool = False, micro_batch: int = 6) -> PreferenceDiffusersFSDPEngine:
-    engine = PreferenceDiffusersFSDPEngine(
-        model_config(path, loss, lora), FSDPConfig(), OptimizerConfig(**OPTIM), CheckpointConfig()
+def make_engine(path: Any, loss: str, lora: bool = False, micro_batch: int = 6) -> DiffusersFSDPEngine:
+    engine = DiffusersFSDPEngine(
+        model_config(path, loss, lora), FSDPConfig(), OptimizerConfig(**OPTIM), CheckpointConfig(), NoiseLevels
     )
     engine.initialize()
     if lora:
@@ -70,7 +71,7 @@ def make_engine(path: Any, loss: str, lora: bool = False, micro_batch: int = 6) 
 
 
 @torch.no_grad()
-def disturb(engine: PreferenceDiffusersFSDPEngine, which: str, scale: float) -> None:
+def disturb(engine: DiffusersFSDPEngine, which: str, scale: float) -> None:
     """Move the weights, in the same way on any number of ranks."""
     generator = torch.Generator().manual_seed(7)
     for name, parameter in engine.parameters.items():
@@ -90,7 +91,7 @@ def loss_function(loss: str) -> LossFunction:
     return build_loss_function(actor_config(loss))
 
 
-def samples(engine: PreferenceDiffusersFSDPEngine) -> dict[str, torch.Tensor]:
+def samples(engine: DiffusersFSDPEngine) -> dict[str, torch.Tensor]:
     """Final latents of an ODE rollout and the text features, two of each prompt, as the trainer gets them."""
     config = engine.model_config
     rollout = DiffusersRollout(DiffusionRolloutConfig(), config, engine.module, torch.device("cpu"), torch.float32)
@@ -105,7 +106,7 @@ def samples(engine: PreferenceDiffusersFSDPEngine) -> dict[str, torch.Tensor]:
     return {key: pad_and_cat([row[key][None] for row in rows]) for key in rows[0]}
 
 
-def make_batch(engine: PreferenceDiffusersFSDPEngine) -> dict[str, torch.Tensor]:
+def make_batch(engine: DiffusersFSDPEngine) -> dict[str, torch.Tensor]:
     """Three pairs with rewards of both signs, at noise levels that a pair shares."""
     data = samples(engine)
     generator = torch.Generator().manual_seed(5)
@@ -128,14 +129,14 @@ def deal(data: dict[str, torch.Tensor], rows_per_unit: int, ranks: int, rank: in
     return {k: v.chunk(ranks)[rank] for k, v in dealt.items()}
 
 
-def update(engine: PreferenceDiffusersFSDPEngine, data: dict[str, torch.Tensor], loss: str, steps: int = 2) -> list:
+def update(engine: DiffusersFSDPEngine, data: dict[str, torch.Tensor], loss: str, steps: int = 2) -> list:
     """Optimizer steps over one batch, so that from the second on the policy is not the one that sampled."""
     prepared = engine.before_update(data, anchor_policies(loss, actor_config(loss)))
     with engine.train_mode():
         return [engine.train_batch(prepared, loss_function(loss))["metrics"] for _ in range(steps)]
 
 
-def weights(engine: PreferenceDiffusersFSDPEngine) -> dict[str, torch.Tensor]:
+def weights(engine: DiffusersFSDPEngine) -> dict[str, torch.Tensor]:
     return {
         name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
         for name, p in engine.parameters.items()

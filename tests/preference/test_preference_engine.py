@@ -135,7 +135,8 @@ def test_fillers_change_nothing():
 def test_pairs_stay_whole_in_micro_batches_of_any_size():
     engine = make_engine(tiny_checkpoint(), "dpo", micro_batch=3)
     data = engine.before_update(make_batch(engine), {})
-    for micro_batch, _ in engine.split(data, engine.micro_batch_size):
+    for part in engine.replay.split(data, engine.micro_batch_size):
+        micro_batch = engine.replay.take(data, part)
         assert micro_batch["preference"].tolist() == [1.0, -1.0] * (len(micro_batch["preference"]) // 2)
         assert torch.equal(micro_batch["sigma"][::2], micro_batch["sigma"][1::2])
         assert torch.equal(micro_batch["noise"][::2], micro_batch["noise"][1::2])
@@ -172,7 +173,7 @@ def test_lora_needs_no_second_model():
 def test_guidance_of_the_rollout_is_not_trained():
     """DPO and AWM may sample with guidance; what is trained is the model's own velocity."""
     engine = make_engine(tiny_checkpoint(SD3), "dpo")
-    assert engine.adapter.cfg_scale(engine.unguided_config) <= 1
+    assert engine.adapter.cfg_scale(engine.replay.model_config) <= 1
     guided = make_engine(tiny_checkpoint(SD3), "dpo")
     guided.model_config.pipeline.guidance_scale = 7.0
     assert guided.adapter.cfg_scale(guided.adapter.unguided(guided.model_config)) <= 1

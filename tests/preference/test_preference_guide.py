@@ -55,10 +55,11 @@ def test_names_in_the_guide_exist():
     """Every `algorithm.*` knob and every velocity that the guide promises is there."""
     from verl_omni.algorithms.forward_process import SIGMA_DISTRIBUTIONS
     from verl_omni.config.keys import known_keys
-    from verl_omni.workers.engine.noise_levels import LEVEL_KEYS
+    from verl_omni.workers.columns import DECLARED
 
     text = GUIDE.read_text()
     knobs = set(re.findall(r"`(algorithm\.[a-z_]+)", text))
     assert len(knobs) >= 6 and knobs <= known_keys()
-    assert set(re.findall(r"`([a-z]+_velocity)`", text)) <= set(LEVEL_KEYS)
+    levels = {name for name, column in DECLARED.items() if column.per == "level"}
+    assert set(re.findall(r"`([a-z]+_velocity)`", text)) <= levels
     assert all(f"`{name}`" in text for name in SIGMA_DISTRIBUTIONS)

@@ -1,6 +1,7 @@
 """Samples without a score leave: what the others teach is what a batch without them would teach."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from verl.protocol import DataProto
 from verl_omni.trainer.diffusion.failed_rewards import rows_and_shares, scored_part, scored_rows
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.errors import RunError
-from verl_omni.workers.engine.pairs import micro_batches
+from verl_omni.workers.engine.reverse_steps import ReverseSteps
+from verl_omni.workers.layout import Layout
 
 NAN = math.nan
 
@@ -48,6 +50,8 @@ def test_the_gradient_is_the_mean_over_what_is_left(ranks, minis, size):
     kept.reshape(ranks, minis, -1)[0, :, 0] = True
     kept.reshape(ranks, minis, -1)[:, -1] &= minis == 1  # nothing is left of the last mini-batch
     value = torch.randn(rows, steps, dtype=torch.float64)
+    replay = ReverseSteps.__new__(ReverseSteps)
+    replay.engine = SimpleNamespace(whole_units=lambda pairs: pairs, layout=Layout())
     chosen, share, alive = rows_and_shares(kept, minis, ranks)
     assert alive == max(1, minis - 1) and len(chosen) == len(share) == rows // minis * alive
     by_mini = torch.arange(rows).reshape(ranks, minis, -1)
@@ -63,7 +67,8 @@ def test_the_gradient_is_the_mean_over_what_is_left(ranks, minis, size):
                 "advantages": value[own],
                 "share": its_share[rank],
             }
-            found.append(sum(part["advantages"].mean() * weight for part, weight in micro_batches(data, size)))
+            parts = [(replay.take(data, part)["advantages"], part.share) for part in replay.split(data, size)]
+            found.append(sum(advantages.mean() * share for advantages, share in parts))
         real = by_mini[:, mini].reshape(-1)
         expected = value[real[kept[real]]].mean()
         torch.testing.assert_close(sum(found) / ranks, expected)

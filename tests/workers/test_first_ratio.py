@@ -100,7 +100,7 @@ def test_the_rollout_takes_the_adapters_own_step(cfg):
     assert metrics["actor/grad_norm"] > 0
     # what was drawn has the spread that the adapter gave: half of the noise level
     jumps = data["all_latents"][:, 1:] - data["old_prev_sample_mean"]
-    roots = engine.scheduler.sqrt_neg_dt(data["all_timesteps"].flatten()).view_as(data["all_timesteps"])
+    roots = engine.replay.scheduler.sqrt_neg_dt(data["all_timesteps"].flatten()).view_as(data["all_timesteps"])
     spread = (jumps / roots[:, :, None, None]).std().item()
     assert spread == pytest.approx(0.5 * NOISE, rel=0.1)
 

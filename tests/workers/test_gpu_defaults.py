@@ -15,6 +15,7 @@ from verl_omni.perf.flops import peak_flops
 from verl_omni.testing.local_trainer import local_config, local_trainer
 from verl_omni.workers.engine.compile.blocks import repeated_blocks
 from verl_omni.workers.engine.module import on_gpu, resolve_dtypes
+from verl_omni.workers.layout import Layout
 
 SD3 = "StableDiffusion3Pipeline"  # its VAE is one for images
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -110,5 +111,5 @@ def test_lora_is_folded_where_a_quarter_of_the_memory_stays_free(monkeypatch):
     monkeypatch.setattr(engine.engine_config, "param_offload", True)
     assert not folds(1e12), "the weights are not to stay on the device"
     monkeypatch.setattr(engine.engine_config, "param_offload", False)
-    monkeypatch.setattr(engine, "sharded", True)
+    monkeypatch.setattr(engine, "layout", Layout(shard=2))
     assert not folds(1e12), "a rank has only its share"

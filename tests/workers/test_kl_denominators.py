@@ -23,7 +23,7 @@ def test_the_engines_kl_is_the_authors(sde_type):
     with engine.eval_mode():
         mean = engine.infer_batch(data)["model_output"]["prev_sample_mean"].unflatten(0, shape)
     squared = ((mean.double() - data["ref_prev_sample_mean"].double()) ** 2).flatten(2).mean(dim=2)
-    sigmas = engine.scheduler.sigmas.double().tolist()
+    sigmas = engine.replay.scheduler.sigmas.double().tolist()
     d = [AUTHORS[sde_type](sigmas[i], sigmas[i + 1], sigmas[1]) for i in range(shape[1])]
     expected = sum(squared[:, i].mean().item() / (2 * d[i] ** 2) for i in range(shape[1])) / shape[1]
     assert expected > 1e-6

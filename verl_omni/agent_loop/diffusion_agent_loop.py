@@ -27,6 +27,7 @@ from verl_omni.agent_loop.sample_engine import SampleEngine
 from verl_omni.agent_loop.scored_batch import ScoredBatch
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.data.open_images import open_images
+from verl_omni.data.prompt_dataset import SIZES
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.rewards.choice import OWN, read_choices, rewards_of
 from verl_omni.rewards.reward_function import RewardError
@@ -150,7 +151,7 @@ class DiffusionAgentLoopWorker:
         self, sampling_params: dict[str, Any], row: dict[str, Any], block: Block
     ) -> DiffusionAgentLoopOutput:
         name = row.get("agent_name") or self.default_agent
-        for key in ("seed", "init_seed", "sde_window", "position", "place"):
+        for key in (*SIZES, "seed", "init_seed", "sde_window", "position", "place"):
             if row.get(key) is not None:
                 sampling_params[key] = row[key]
         engine = SampleEngine(self.servers, block, row)

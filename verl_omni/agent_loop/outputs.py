@@ -9,7 +9,7 @@ from verl.protocol import DataProto
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
 from verl_omni.utils.arrays import object_array
-from verl_omni.utils.padding import pad_and_cat
+from verl_omni.workers.columns import concatenated, stacked
 from verl_omni.workers.rollout.trajectories import COLUMN
 
 
@@ -50,7 +50,10 @@ def best_and_worst(outputs: list[DiffusionAgentLoopOutput], rows: list[dict[str,
 
 def fields(outputs: list[DiffusionAgentLoopOutput]) -> dict[str, torch.Tensor]:
     """What training needs of each sample; `sample` alone (its place) where nothing was kept."""
-    named = {name: pad_and_cat([o.fields[name][None] for o in outputs]) for name in outputs[0].fields}
+    named = {name: stacked(name, [o.fields[name] for o in outputs]) for name in outputs[0].fields}
+    ragged = [name for name, column in named.items() if not isinstance(column, torch.Tensor)]
+    if ragged:
+        raise ValueError(f"{', '.join(ragged)} of samples of several sizes do not stack: ask for references to them")
     return named or {"sample": torch.arange(len(outputs))}
 
 
@@ -92,7 +95,7 @@ def join(outputs: list[DataProto]) -> DataProto:
     """Concatenate; text features of different length are padded to the longest."""
     if len(outputs) == 1:
         return outputs[0]
-    tensors = {k: pad_and_cat([o.batch[k] for o in outputs]) for k in outputs[0].batch.keys()}
+    tensors = {k: concatenated(k, [o.batch[k] for o in outputs]) for k in outputs[0].batch.keys()}
     non_tensors = {k: np.concatenate([o.non_tensor_batch[k] for o in outputs]) for k in outputs[0].non_tensor_batch}
     timing = {k: max(o.meta_info["timing"][k] for o in outputs) for k in outputs[0].meta_info["timing"]}
     return DataProto.from_dict(

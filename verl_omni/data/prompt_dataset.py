@@ -2,14 +2,15 @@
 
 ``prompt`` (text, or messages with one user turn) is all that a row needs. verl's layout has ``data_source`` (which
 reward, where the settings name none) and ``reward_model`` (``{"style", "ground_truth"}``; a column ``ground_truth`` is
-as good); optional are ``negative_prompt``, ``images``, ``agent_name``, ``extra_info``. All other columns are handed on
-in ``extra_info``, under their names: there they reach the reward, and none can pass for a field of the run's own such
-as ``seed``. A key that ``extra_info`` has itself stays as it is.
+as good); optional are ``negative_prompt``, ``images``, ``agent_name``, ``extra_info``, and ``height``, ``width``,
+``num_frames`` where a prompt's images are to have another size than the run's. All other columns are handed on in
+``extra_info``, under their names: there they reach the reward, and none can pass for a field of the run's own such as
+``seed``. A key that ``extra_info`` has itself stays as it is.
 A prompt is the user's text alone: the model's own template is added by its adapter.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from verl_omni.data.open_images import check_images
 from verl_omni.data.prompt_files import read_files
 
 NO_SOURCE = "prompts"  # the data_source of rows that have none: in the names of metrics
-FIELDS = ("data_source", "reward_model", "negative_prompt", "images", "agent_name", "extra_info")
+SIZES = ("height", "width", "num_frames")
+FIELDS = ("data_source", "reward_model", "negative_prompt", "images", "agent_name", "extra_info", *SIZES)
 FROM = ("data_source", "reward_model", "ground_truth")  # what a row's reward is chosen and told by
 MESSAGES = '[{"role": "user", "content": "..."}]'
 
@@ -41,12 +43,15 @@ class PromptDataset(Dataset):
     ):
         self.prompt_key = (config or {}).get("prompt_key", "prompt")
         files = read_files(data_files, key)
+        checked = (self.prompt_key, "negative_prompt", "extra_info", "agent_name", *FROM, *SIZES)
+        self._sizes: dict[tuple, str] = {}
         for file in files:
             file.require(self.prompt_key)
             for name in ("data_source", "reward_model"):
                 file.refuse_misspelt(name)
-            for where, row in file.scan((self.prompt_key, "negative_prompt", "extra_info", "agent_name", *FROM)):
+            for where, row in file.scan(checked):
                 _check(row, self.prompt_key, where, file.columns)
+                self._sizes.setdefault(tuple(row[name] for name in SIZES), where)
 
         self.columns = list(dict.fromkeys(column for file in files for column in file.columns))
         self._files, self._rows = files, torch.utils.data.ConcatDataset(files)
@@ -54,6 +59,13 @@ class PromptDataset(Dataset):
         if max_samples is not None and max_samples != -1 and max_samples < 1:
             raise ValueError(f"the number of prompts to keep of {key} is {max_samples}: give 1 or more, or -1 for all")
         self._length = total if max_samples in (None, -1) else min(max_samples, total)
+
+    def sizes(self) -> Iterator[tuple[str, dict[str, int]]]:
+        """(where it first stands, what it says) of each size that rows ask for."""
+        for values, where in self._sizes.items():
+            asked = {name: value for name, value in zip(SIZES, values, strict=True) if value is not None}
+            if asked:
+                yield where, asked
 
     def check_images(self) -> None:
         """Every image of the column `images` is there and is one, or one line names the row."""
@@ -134,6 +146,9 @@ def _check(row: dict, prompt_key: str, where: str, columns: Sequence[str]) -> No
         raise ValueError(f'{where}: extra_info is {row["extra_info"]!r:.60}; expected an object, as in {{"index": 3}}')
     if not isinstance(row["agent_name"], str | None):
         raise ValueError(f"{where}: agent_name is {row['agent_name']!r:.60}; expected the name of an agent loop")
+    for name in SIZES:
+        if row[name] is not None and (not isinstance(row[name], int) or isinstance(row[name], bool) or row[name] < 1):
+            raise ValueError(f"{where}: {name} is {row[name]!r:.60}; expected a whole number, such as 512")
     for name, value in (("data_source", row["data_source"]), ("ground_truth", reward["ground_truth"])):
         if isinstance(value, str):
             try:

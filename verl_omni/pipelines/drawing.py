@@ -123,7 +123,8 @@ class Drawer:
         if not params.get("keep_trajectory", False):
             return [Sample(image) for image in pixels]
         features = [{name: value[0] for name, value in row.items()} for row in conditions]
-        return [Sample(*sample) for sample in zip(pixels, trajectory.rows(), features, strict=True)]
+        rows = [row | drawn_as(model_config) for row in trajectory.rows()]
+        return [Sample(*sample) for sample in zip(pixels, rows, features, strict=True)]
 
     def _requested(self, params: dict[str, Any]) -> DiffusionModelConfig:
         """The model's settings with what a request wants otherwise."""
@@ -173,6 +174,15 @@ class Drawer:
         if len(self._prompts) > self._prompt_cache_size:
             self._prompts.popitem(last=False)
         return self._on_device[key]
+
+
+def drawn_as(model_config: DiffusionModelConfig) -> dict[str, torch.Tensor]:
+    """How a sample was drawn, for who replays it: `size` is height, width and number of frames (0 for an image)."""
+    size, noise = model_config.pipeline, model_config.algo.noise_level
+    return {
+        "size": torch.tensor([size.height, size.width, size.num_frames or 0]),
+        "noise_level": torch.tensor(noise, dtype=torch.float64),
+    }
 
 
 def equal_parts(total: int, most: int) -> int:

@@ -27,6 +27,13 @@ def validation_sampling(rollout: DiffusionRolloutConfig, model: DiffusionModelCo
     return sampling
 
 
+def sized(model: DiffusionModelConfig, size: tuple[int, int, int]) -> DiffusionModelConfig:
+    """The model's settings for samples of this height, width and number of frames (0 for images)."""
+    height, width, frames = size
+    pipeline = dataclasses.replace(model.pipeline, height=height, width=width, num_frames=frames or None)
+    return model if pipeline == model.pipeline else dataclasses.replace(model, pipeline=pipeline)
+
+
 def check_size(where: str, pipeline: DiffusionPipelineConfig, model: DiffusionModelConfig) -> None:
     """The model has latents of that size, or one line names its neighbours."""
     adapter = DiffusionModelBase.get_class(model)

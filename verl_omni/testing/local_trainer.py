@@ -67,7 +67,7 @@ class _LocalWorkers:
         worker.init_model()
         self.actor_wg, self.reward_loop_manager = _LocalGroup(worker), None
         if self.config.actor_rollout_ref.hybrid_engine:
-            self.rollouts, servers = EmbeddedRollouts(self.actor_wg), [_Handle(worker)]
+            self.rollouts, servers = EmbeddedRollouts(self.actor_wg, self.layout), [_Handle(worker)]
         else:
             worker.trajectories = _LocalTrajectories()
             count = self.config.actor_rollout_ref.rollout.n_gpus_per_node or 1

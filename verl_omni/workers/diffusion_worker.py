@@ -14,7 +14,13 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
-from verl.single_controller.base.decorator import Dispatch, Execute, register
+from verl.single_controller.base.decorator import (
+    Dispatch,
+    Execute,
+    collect_all_to_all,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
 from verl.utils.device import get_torch_device
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
@@ -29,10 +35,12 @@ from verl_omni.config import (
 from verl_omni.perf.flops import FlopMeter, peak_flops
 from verl_omni.perf.memory import names_memory_knobs
 from verl_omni.utils.external_lib import import_external_lib
+from verl_omni.workers import columns
 from verl_omni.workers.engine.metrics import is_maximum
 from verl_omni.workers.engine.module import quiet_loading
-from verl_omni.workers.engine.registry import engine_class
+from verl_omni.workers.engine.registry import REPLAYS, engine_class
 from verl_omni.workers.first_ratio import ROLLOUT_RATIO, ROLLOUT_RATIO_MEAN, check_first_ratio
+from verl_omni.workers.layout import ROWS
 from verl_omni.workers.losses import build_loss_function
 from verl_omni.workers.old_log_probs import OldLogProbs, choose_old_log_probs
 from verl_omni.workers.process_group import join_process_group
@@ -44,6 +52,10 @@ from verl_omni.workers.rollout.weights import Name, SentWeights, StoredWeights, 
 
 if TYPE_CHECKING:
     from verl_omni.workers.rollout.channel import Channel
+
+# Each rank gets the rows that the layout gives it, and who speaks for others answers for them.
+BY_ROWS = make_nd_compute_dataproto_dispatch_fn(ROWS)
+BY_ROWS_TO_METRICS = BY_ROWS | {"collect_fn": collect_all_to_all}
 
 
 class DiffusionWorker(Worker):
@@ -67,14 +79,17 @@ class DiffusionWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @names_memory_knobs("loading of the model")
     def init_model(self) -> None:
-        engine = engine_class(self.config.algorithm.trainer_type, self.actor_config.strategy)
+        engine = engine_class(self.actor_config.strategy)
         self.engine = engine(
             model_config=self.model_config,
             engine_config=engine.settings(self.actor_config),
             optimizer_config=self.actor_config.optim,
             checkpoint_config=self.actor_config.checkpoint,
+            replay=REPLAYS[self.config.algorithm.trainer_type],
         )
         self.engine.initialize()
+        layout, rank = self.engine.layout, dist.get_rank()
+        self._register_dispatch_collect_info(ROWS, layout.data_rank(rank), layout.speaks(rank))
         self.engine.micro_batch_size = self.actor_config.ppo_micro_batch_size_per_gpu
         self.loss_function = build_loss_function(self.actor_config)
         self.engine.rows_per_unit = self.loss_function.loss_fn.rows_per_unit
@@ -186,7 +201,7 @@ class DiffusionWorker(Worker):
 
     # ---- training ------------------------------------------------------------------------------------
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=BY_ROWS)
     @names_memory_knobs("old log-probabilities")
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Log-probabilities of the stored steps under the policy as it is now, and means if the loss asks for them."""
@@ -202,7 +217,7 @@ class DiffusionWorker(Worker):
             found["old_prev_sample_mean"] = output["prev_sample_mean"]
         return self._per_step(data, **found)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=BY_ROWS)
     @names_memory_knobs("reference pass")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Means of the stored steps under the reference."""
@@ -224,7 +239,7 @@ class DiffusionWorker(Worker):
         outputs = {k: v.unflatten(0, steps) for k, v in outputs.items()}
         if self.trajectories.holds(data):
             self.trajectories.add(data, outputs)
-            small = {k: v.cpu() for k, v in outputs.items() if k == "old_log_probs"}
+            small = {k: v.cpu() for k, v in outputs.items() if not columns.of(k).large}
             return DataProto.from_dict({"sample_id": data.batch["sample_id"], **small})
         return DataProto.from_dict({k: v.cpu() for k, v in outputs.items()})
 
@@ -232,7 +247,7 @@ class DiffusionWorker(Worker):
     def reset_peak_memory(self) -> None:
         get_torch_device().reset_peak_memory_stats()
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    @register(dispatch_mode=BY_ROWS_TO_METRICS)
     @names_memory_knobs("update")
     def update_actor(self, data: DataProto) -> dict[str, float]:
         """All optimizer steps of one rollout; `num_mini_batches` and `epochs` are in the batch's meta_info."""

@@ -6,16 +6,14 @@ from verl_omni.algorithms.forward_process import draw_sigmas, follows_old_policy
 from verl_omni.algorithms.registry import get_algorithm, get_diffusion_loss_fn
 from verl_omni.config.algorithm import DiffusionAlgoConfig
 from verl_omni.config.schema import DiffusionTrainerConfig
-
-# What each trainer's engine gives a loss to work with.
-MODEL_OUTPUTS = {"policy_gradient": {"log_probs", "prev_sample_mean", "std_dev_t"}, "direct_preference": {"velocity"}}
+from verl_omni.workers.engine.registry import REPLAYS
 
 
 def check_trainer_fits(settings: DiffusionTrainerConfig) -> None:
     """The loss gets from the trainer what it needs, and samples come from where the trainer can take them."""
     trainer = settings.algorithm.trainer_type
     loss = settings.actor_rollout_ref.actor.diffusion_loss.loss_mode
-    missing = set(get_diffusion_loss_fn(loss).required_model_output_keys) - MODEL_OUTPUTS[trainer]
+    missing = set(get_diffusion_loss_fn(loss).required_model_output_keys) - REPLAYS[trainer].outputs
     if missing:
         other = "direct_preference" if trainer == "policy_gradient" else "policy_gradient"
         raise ValueError(

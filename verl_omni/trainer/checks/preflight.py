@@ -1,10 +1,13 @@
 """All checks that need no worker: configuration, data files and the reward function."""
 
+import dataclasses
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_omni.config import validation_pipeline
+from verl_omni.config import DiffusionModelConfig, DiffusionPipelineConfig, validation_pipeline
+from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.pipelines.settings import check_size
 from verl_omni.trainer.checks.preparation import prepare_config
 from verl_omni.trainer.diffusion.resuming import Start, plan_start
 from verl_omni.utils.suggest import unknown
@@ -40,7 +43,6 @@ def check_data(config: DictConfig) -> None:
     from omegaconf import OmegaConf
 
     from verl_omni.data.loading import load_datasets
-    from verl_omni.pipelines.model_base import DiffusionModelBase
 
     train, val = load_datasets(config)
     if train is not None and len(train) < config.data.train_batch_size:
@@ -65,6 +67,8 @@ def check_data(config: DictConfig) -> None:
     for dataset, pipeline in ((train, rollout.pipeline), (val, validation_pipeline(rollout))):
         if dataset is None:
             continue
+        for where, asked in dataset.sizes():
+            check_row_size(where, dataclasses.replace(pipeline, **asked), model_config)
         if "images" in dataset.columns:
             dataset.check_images()
             continue
@@ -74,6 +78,20 @@ def check_data(config: DictConfig) -> None:
         for text in texts | {pipeline.negative_prompt}:
             if len(text.encode()) + TEMPLATE_ROOM > limit:  # a token is a byte or more: the rest is short enough
                 adapter.tokenize(tokenizers, text, limit)
+
+
+def check_row_size(where: str, pipeline: DiffusionPipelineConfig, model: DiffusionModelConfig) -> None:
+    """The model can draw the size that a row asks for."""
+    adapter = DiffusionModelBase.get_class(model)
+    if pipeline.num_frames is not None and "num_frames" not in adapter.pipeline_knobs(model):
+        raise ValueError(
+            f"{where}: num_frames={pipeline.num_frames} has no effect on {model.architecture}: leave it out"
+        )
+    check_size(f"{where}: ", pipeline, model)
+    try:
+        adapter.check(dataclasses.replace(model, pipeline=pipeline))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def check_step_numbers(config: DictConfig, prompts: int) -> None:

@@ -16,6 +16,7 @@ from verl_omni.config.schema import DiffusionTrainerConfig, TrainerConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.utils import read_component_config, read_index
 from verl_omni.utils.suggest import unknown
+from verl_omni.workers.engine.registry import layout_of
 
 OPTIM, FSDP, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor.optim", "actor.fsdp_config", "model"))
 # What peft can put an adapter on.
@@ -30,11 +31,7 @@ def check_workers(settings: DiffusionTrainerConfig) -> None:
     check_folder(trainer)
     check_optimizer(arr.actor.optim)
     servers = not arr.hybrid_engine
-    ranks, size = trainer.nnodes * trainer.n_gpus_per_node, arr.actor.fsdp_config.fsdp_size
-    if size != -1 and ranks % size:
-        raise ValueError(
-            f"{FSDP}.fsdp_size={size} does not divide the {ranks} ranks (trainer.nnodes * n_gpus_per_node)"
-        )
+    ranks = layout_of(settings).world  # the engine refuses ranks that it cannot divide
     idle = {
         "fold_lora": {
             "without LoRA (model.lora_rank=0)": arr.model.lora_rank == 0,

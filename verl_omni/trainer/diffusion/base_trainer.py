@@ -64,6 +64,7 @@ from verl_omni.trainer.resources import busy_at_once, rendezvous_ports, worker_e
 from verl_omni.trainer.run_log import terminal
 from verl_omni.utils.masking import masked
 from verl_omni.utils.seeds import derive_seed
+from verl_omni.workers.engine.registry import layout_of
 from verl_omni.workers.losses import build_loss_function
 from verl_omni.workers.rollout.trajectories import COLUMN
 
@@ -95,6 +96,7 @@ class BaseRayDiffusionTrainer(Sampling):
         self.algorithm = get_algorithm(config.actor_rollout_ref.model.algorithm)
         self.online = config.algorithm.sample_source == "online"
         self.loss_function = build_loss_function(self.settings.actor_rollout_ref.actor)
+        self.layout = layout_of(self.settings)
         self.run_dir = Path(config.trainer.default_local_dir).expanduser()
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         self.global_step = 0
@@ -143,7 +145,7 @@ class BaseRayDiffusionTrainer(Sampling):
             from verl_omni.rewards.reward_loop import RewardLoopManager
 
             if self.config.actor_rollout_ref.hybrid_engine:
-                self.rollouts = EmbeddedRollouts(self.actor_wg)
+                self.rollouts = EmbeddedRollouts(self.actor_wg, self.layout)
             else:
                 servers = start_servers(self.config, self.actor_wg.world_size, self.device_name)
                 know("rollout server", servers)
@@ -306,7 +308,7 @@ class BaseRayDiffusionTrainer(Sampling):
         zero_gradients, watch = ZeroGradients(), RewardWatch(rewards)
         if not self.config.actor_rollout_ref.hybrid_engine:
             self.timeline.write_to(self.run_dir, self.global_step or None)
-        balance = Balance(self.actor_wg.world_size, len(self.rollouts.servers) if self.pace.overlaps else 0)
+        balance = Balance(self.layout.world, len(self.rollouts.servers) if self.pace.overlaps else 0)
         shown = {"total": self.total_steps, "initial": self.global_step, "desc": "training", "unit": "step"}
         with tqdm(**shown, file=terminal(), disable=None) as bar:  # in a log file there are lines, and no bar
             while self.global_step < self.total_steps and not stop_requested():
@@ -376,7 +378,7 @@ class BaseRayDiffusionTrainer(Sampling):
     def _devices(self) -> int:
         """That train, and that draw where those are others."""
         separate = self.online and not self.config.actor_rollout_ref.hybrid_engine
-        return self.actor_wg.world_size + (len(self.rollouts.servers) if separate else 0)
+        return self.layout.world + (len(self.rollouts.servers) if separate else 0)
 
     def training_step(self, pace: Pace, timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
         """One step on the next experience: (the batch with its rewards, metrics)."""
@@ -412,7 +414,7 @@ class BaseRayDiffusionTrainer(Sampling):
             rows // samples_per_prompt,
             samples_per_prompt,
             self._mini_batches(rows),
-            self.actor_wg.world_size,
+            self.layout.data,
             seed=self._seed("mini-batches", step) if actor.shuffle else None,
         )
 

@@ -1,5 +1,6 @@
 """Direct preference: DPO, DiffusionNFT, AWM."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,18 +11,17 @@ from verl.protocol import DataProto
 
 from verl_omni.algorithms.forward_process import draw_sigmas, follows_old_policy
 from verl_omni.algorithms.old_policy import old_policy_decay
-from verl_omni.config.schema import DiffusionTrainerConfig
+from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.pipelines.settings import sized
 from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
 from verl_omni.trainer.diffusion.experience import Experience, new_experience
 from verl_omni.trainer.diffusion.failed_rewards import scored_part
 from verl_omni.trainer.diffusion.ordering import deal_units
 from verl_omni.trainer.progress import timer
 from verl_omni.utils.arrays import object_array
+from verl_omni.workers import columns
 from verl_omni.workers.rollout.trajectories import COLUMN
-
-# What a sample has beside latents and text features; the loss sees none of it.
-NOT_TRAINED = {"responses", "rm_scores", "score", "sample_level_rewards", "sample"}
 
 
 class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
@@ -32,7 +32,7 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
         self.loss_fn = self.loss_function.loss_fn
         actor = self.settings.actor_rollout_ref.actor
         self.old_policy_follows = follows_old_policy(config.actor_rollout_ref.model.algorithm, actor)
-        self.schedule = rollout_sigmas(self.settings)
+        self.schedule = rollout_sigmas(self.settings.actor_rollout_ref.model)
 
     def fit(self) -> None:
         """Samples (a scored rollout, or cached pairs) -> the loss's tensors -> noise levels -> update -> old policy."""
@@ -44,13 +44,15 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
             rewards = batch.batch["sample_level_rewards"]
         else:
             batch, rewards = experience.batch, experience.scores.batch["rm_scores"][:, 0]
+        # What cached samples have beside their scores is theirs to declare, and so is what a loss makes of a batch.
+        known = set(batch.batch.keys()) if self.online else {"score"}
         with timer(timing, "adv"):
             trained = self.loss_fn.prepare_actor_batch(batch, rewards, self.settings)
         metrics = dict(trained.meta_info.get("metrics", {}))
         metrics["training/skipped_updates"] = float(len(trained) == 0)
         if len(trained):
             with timer(timing, "update_actor"):
-                metrics |= self._update_on_noise_levels(trained)
+                metrics |= self._update_on_noise_levels(trained, asked=set(trained.batch.keys()) - known)
         if self.old_policy_follows:
             metrics |= self._move_old_policy()
         return batch, metrics
@@ -74,7 +76,7 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
 
     # ---- update --------------------------------------------------------------------------------------
 
-    def _update_on_noise_levels(self, batch: DataProto) -> dict[str, float]:
+    def _update_on_noise_levels(self, batch: DataProto, asked: set[str]) -> dict[str, float]:
         """Optimizer steps over (sample, noise level) rows, the same ones whatever the number of ranks."""
         actor, size = self.config.actor_rollout_ref.actor, self.loss_fn.rows_per_unit
         if len(batch) % size:
@@ -82,17 +84,19 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
                 f"{len(batch)} samples for a loss that takes {size} at a time: prepare_actor_batch must keep them whole"
             )
         units = len(batch) // size
-        batch.batch.update({k: v.repeat_interleave(size, dim=0) for k, v in self._noise_levels(units).items()})
+        sizes = [tuple(row) for row in batch.batch["size"][::size].tolist()] if "size" in batch.batch.keys() else None
+        levels = self._noise_levels(units, sizes)
+        batch.batch.update({k: v.repeat_interleave(size, dim=0) for k, v in levels.items()})
         order, share, sizes = deal_units(
             units,
             mini_batches=self.config.data.train_batch_size // actor.ppo_mini_batch_size,
-            ranks=self.actor_wg.world_size,
+            ranks=self.layout.data,
             seed=self._seed("mini-batches") if actor.shuffle else None,
         )
         rows = (order[:, None] * size + torch.arange(size)).reshape(-1)
-        kept = [k for k in batch.batch.keys() if k not in NOT_TRAINED]
+        kept = columns.for_training(batch.batch.keys(), asked)
         references = [COLUMN] if COLUMN in batch.non_tensor_batch else []
-        dealt = batch.select(batch_keys=kept, non_tensor_batch_keys=references)[rows]
+        dealt = columns.note_mixed(batch.select(batch_keys=kept, non_tensor_batch_keys=references))[rows]
         dealt.batch["share"] = (share / size).repeat_interleave(size)
         dealt.meta_info = {
             "num_mini_batches": len(sizes),
@@ -105,17 +109,34 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
             dealt.meta_info |= {"stale": True, "versions": sorted(set(versions))}
         return self.actor_wg.update_actor(dealt)[0]
 
-    def _noise_levels(self, units: int) -> dict[str, torch.Tensor]:
-        """Noise levels, and the seeds of the noise, of this step: they depend on seed, step and unit alone."""
+    def _noise_levels(self, units: int, sizes: list[tuple] | None) -> dict[str, torch.Tensor]:
+        """Noise levels, and the seeds of the noise, of this step: they depend on seed, step and unit alone.
+
+        A unit whose samples have a size of their own has that size's schedule.
+        """
         algorithm = self.settings.algorithm
         generator = torch.Generator().manual_seed(self._seed("noise levels"))
         count = algorithm.timesteps_per_sample or max(
             1, math.ceil(len(self.schedule) * algorithm.timestep_fraction - 1e-9)
         )
-        return {
-            "sigma": draw_sigmas(units, count, algorithm.timestep_distribution, generator, self.schedule),
-            "noise_seed": torch.randint(2**62, (units, count), generator=generator),
-        }
+        begin, sigma = generator.get_state(), None
+        for own in dict.fromkeys(sizes or [None]):
+            generator.set_state(begin)
+            schedule = self._schedule_of(own)
+            drawn = draw_sigmas(units, count, algorithm.timestep_distribution, generator, schedule)
+            if sigma is None:
+                sigma = drawn
+            else:
+                rows = torch.tensor([other == own for other in sizes])
+                sigma[rows] = drawn[rows]
+        return {"sigma": sigma, "noise_seed": torch.randint(2**62, (units, count), generator=generator)}
+
+    @functools.lru_cache(maxsize=256)  # noqa: B019  (a trainer lives as long as its process)
+    def _schedule_of(self, size: tuple[int, int, int] | None) -> torch.Tensor:
+        """The noise levels at which the rollout's steps start for samples of this size; None: of the run's own."""
+        if size is None:
+            return self.schedule
+        return rollout_sigmas(sized(self.settings.actor_rollout_ref.model, size))
 
     def _move_old_policy(self) -> dict[str, float]:
         algorithm, step = self.settings.algorithm, self.global_step + 1
@@ -126,9 +147,8 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
         return {"training/old_policy_decay": decay}
 
 
-def rollout_sigmas(settings: DiffusionTrainerConfig) -> torch.Tensor:
+def rollout_sigmas(model: DiffusionModelConfig) -> torch.Tensor:
     """The noise levels at which the rollout's steps start."""
-    model = settings.actor_rollout_ref.model
     adapter = DiffusionModelBase.get_class(model)
     scheduler = adapter.build_scheduler(model)
     adapter.set_timesteps(scheduler, model, "cpu")

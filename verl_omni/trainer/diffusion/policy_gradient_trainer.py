@@ -17,6 +17,7 @@ from verl_omni.trainer.diffusion.failed_rewards import scored_part, with_gaps
 from verl_omni.trainer.diffusion.ordering import train_steps
 from verl_omni.trainer.progress import timer
 from verl_omni.utils.arrays import object_array
+from verl_omni.workers import columns
 from verl_omni.workers.rollout.trajectories import COLUMN
 
 
@@ -60,7 +61,7 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
             )
         trained, minis = batch, self._mini_batches(len(whole))
         if not kept.all():
-            trained, minis = with_gaps(whole, batch, kept, minis, self.actor_wg.world_size)
+            trained, minis = with_gaps(whole, batch, kept, minis, self.layout.data)
         if self.settings.algorithm.timestep_fraction < 1:
             drawn = train_steps(
                 whole.batch["all_timesteps"].shape,
@@ -108,14 +109,13 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
     def _ranks(self, samples: int, step: int) -> list[int]:
         order = self._training_order(samples, self.settings.actor_rollout_ref.rollout.n, step)
         ranks = torch.empty(samples, dtype=torch.long)
-        ranks[order] = torch.arange(samples) * self.actor_wg.world_size // samples
+        ranks[order] = torch.tensor(self.layout.ranks_of_rows(samples))
         return ranks.tolist()
 
     def _for_training(self, batch: DataProto, keys: tuple[str, ...] = ()) -> DataProto:
         """Only the tensors that the workers need: no images, no second copy of anything."""
-        drop = {"responses", "rm_scores", "rollout_log_probs", "final_latents", "sample_level_rewards", "returns"}
-        chosen = [k for k in batch.batch.keys() if k not in drop or k in keys]
-        return batch.select(batch_keys=chosen, non_tensor_batch_keys=[COLUMN])
+        chosen = columns.for_training(batch.batch.keys(), keys)
+        return columns.note_mixed(batch.select(batch_keys=chosen, non_tensor_batch_keys=[COLUMN]))
 
 
 def compute_advantage(

@@ -18,18 +18,20 @@ from verl_omni.trainer.failures import innermost, one_line
 from verl_omni.trainer.resources import busy_at_once, worker_environment
 from verl_omni.utils.actors import asked_until_back, watch
 from verl_omni.utils.background import start, wait_for
+from verl_omni.workers.layout import Layout
 from verl_omni.workers.rollout import server_class
 
 
 class EmbeddedRollouts:
     """The engine of each training worker, on the weights that are trained.
 
-    A sample whose rank is known beforehand is drawn by the rank that will train on it, and its trajectory stays there.
+    A sample whose rank is known beforehand is drawn by the rank that will train on it, and its trajectory stays there,
+    unless others train on it as well.
     """
 
-    def __init__(self, actor_wg: Any):
-        self.actor_wg = actor_wg
-        self.servers = actor_wg.workers
+    def __init__(self, actor_wg: Any, layout: Layout):
+        self.actor_wg, self.layout = actor_wg, layout
+        self.servers = [actor_wg.workers[rank] for rank in layout.speakers]
 
     def begin(self, policy: str, version: int) -> None:
         self.actor_wg.start_rollout(policy, version)
@@ -40,7 +42,7 @@ class EmbeddedRollouts:
     def places(self, ranks: list[int] | None, samples: int) -> tuple[list[int], bool]:
         """(the server of each sample, whether trajectories have to travel); `ranks` are those that will train."""
         if ranks is not None:
-            return ranks, False
+            return ranks, self.layout.sequence > 1
         return in_turn(samples, len(self.servers)), len(self.servers) > 1
 
     def loading(self) -> list[Any]:

@@ -1,6 +1,7 @@
 """The training engine: what a worker may ask of it, and what is the same for all engines."""
 
 import contextlib
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from verl.utils.device import get_device_id, get_device_name
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (verl asks for a platform when it is imported)
@@ -24,6 +26,7 @@ from verl_omni.config import (
     OptimizerConfig,
 )
 from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.workers import columns
 from verl_omni.workers.engine import checkpoint_io
 from verl_omni.workers.engine.compile.attention import attention_choice
 from verl_omni.workers.engine.compile.blocks import compile_blocks
@@ -33,10 +36,14 @@ from verl_omni.workers.engine.lora import FoldedLora, base_name
 from verl_omni.workers.engine.metrics import accumulate, and_last, is_maximum
 from verl_omni.workers.engine.module import autocast, build_module, on_gpu, resolve_dtypes
 from verl_omni.workers.engine.optimizer import build_optimizer
-from verl_omni.workers.engine.pairs import micro_batches
 from verl_omni.workers.engine.policies import Policies, policy_at
+from verl_omni.workers.engine.replay import Batch, Replay, in_order
+from verl_omni.workers.engine.reverse_steps import ReverseSteps
 from verl_omni.workers.host_memory import HostMemory, bring, bring_state, local
+from verl_omni.workers.layout import Layout
 
+# Under this type of model verl's registry knows the engines that train diffusion models.
+MODEL_TYPE = "diffusion_model"
 LossFunction = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], Any]
 
 
@@ -51,9 +58,9 @@ class _Mode(BaseEngineCtx):
 class DiffusionEngine(BaseEngine):
     """Holds the transformer and updates it.
 
-    What a forward computes is said by `ReverseSteps` or `NoiseLevels`. How the module lies on the ranks is said by one
-    engine, in a folder of its own: `settings`, `spread`, `gather`, `release`, `settle`, `begin_micro_batch` and
-    `sum_of_shards`. A worker asks for what is public here, and for nothing else.
+    What a forward computes of stored samples is said by its `replay`. How the module lies on the ranks is said by one
+    engine, in a folder of its own: `settings`, `lay_out`, `spread`, `gather`, `release`, `settle`, `begin_micro_batch`
+    and `sum_of_shards`. A worker asks for what is public here, and for nothing else.
     """
 
     def __init__(
@@ -62,6 +69,7 @@ class DiffusionEngine(BaseEngine):
         engine_config: FSDPConfig,
         optimizer_config: OptimizerConfig,
         checkpoint_config: CheckpointConfig,
+        replay: type[Replay] = ReverseSteps,
     ):
         self.model_config = model_config
         self.engine_config = engine_config
@@ -70,11 +78,13 @@ class DiffusionEngine(BaseEngine):
         self.adapter = DiffusionModelBase.get_class(model_config)
         self.device = torch.device(get_device_id() if get_device_name() != "cpu" else "cpu")
         self.dtype, self.model_dtype = resolve_dtypes(engine_config, self.device, lora=model_config.lora_rank > 0)
+        self.layout = self.lay_out(engine_config, dist.get_world_size())
         self.mode: str | None = None
         self.micro_batch_size = 16
         self.rows_per_unit = 1
         self.ema_decay = 0.0
         self.changes = 0  # of what a checkpoint holds
+        self._replay = replay
 
     # ---- what one engine says of itself --------------------------------------------------------------
 
@@ -83,8 +93,13 @@ class DiffusionEngine(BaseEngine):
         """Where in the actor's configuration this engine's own settings are."""
         raise NotImplementedError
 
+    @classmethod
+    def lay_out(cls, settings: FSDPConfig, world: int) -> Layout:
+        """How so many ranks are divided, or one line that says why they cannot be. The driver asks it too."""
+        raise NotImplementedError
+
     def spread(self) -> None:
-        """Lay the parts over the ranks."""
+        """Lay the parts over the ranks, as `layout` says."""
         raise NotImplementedError
 
     def gather(self) -> None:
@@ -113,17 +128,16 @@ class DiffusionEngine(BaseEngine):
         self.module, self.parts = build_module(self.model_config, self.engine_config.seed, self.model_dtype, attention)
         self.module.to(self.device)
         self.host = HostMemory()
-        self.sharded = dist.get_world_size() > 1
         self.compiled = on_gpu(self.engine_config.use_torch_compile, self.device)
         if self.compiled:
-            if on_gpu(self.engine_config.compile_ahead, self.device) and not self.sharded:
+            if on_gpu(self.engine_config.compile_ahead, self.device) and not self.layout.is_spread:
                 mixed = self.dtype if self.dtype != torch.float32 else None
                 compile_ahead(self.parts.values(), lambda: self.whole_units(self.micro_batch_size), mixed)
             if on_gpu(self.engine_config.fused_gelu, self.device):
                 for part in self.parts.values():
                     fuse_gelu(part)
             compile_blocks(self.parts)
-        if self.sharded:  # a single rank has nothing to share: it trains the module as it is
+        if self.layout.is_spread:  # a single rank has nothing to share: it trains the module as it is
             self.spread()
         self.folded_lora = FoldedLora(self.parts.values()) if self._folds_lora() else None
         self.parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
@@ -131,13 +145,12 @@ class DiffusionEngine(BaseEngine):
             list(self.parameters.values()), self.optimizer_config, self.device
         )
         self.policies = Policies(self.parameters, self.engine_config.param_offload, before_swap=self.settle)
-        self.scheduler = self.adapter.build_scheduler(self.model_config)
-        self.adapter.set_timesteps(self.scheduler, self.model_config, self.device)
+        self.replay = self._replay(self)
         self.to("cpu", model=self.is_param_offload_enabled, optimizer=False, grad=False)
 
     def _folds_lora(self) -> bool:
         """By default on a GPU whose memory has a quarter left beside the weights and a copy of the adapted ones."""
-        if self.model_config.lora_rank == 0 or self.sharded or self.engine_config.fold_lora is False:
+        if self.model_config.lora_rank == 0 or self.layout.is_spread or self.engine_config.fold_lora is False:
             return False
         if self.engine_config.fold_lora is None:
             if self.device.type != "cuda" or self.engine_config.param_offload:
@@ -253,15 +266,13 @@ class DiffusionEngine(BaseEngine):
         with self.policy(name):
             self.policies.remember(policy_at(name, version), most)
 
-    def before_update(
-        self, data: dict[str, torch.Tensor], anchors: Mapping[str, str], versions: Sequence[int] = ()
-    ) -> dict[str, torch.Tensor]:
+    def before_update(self, data: Batch, anchors: Mapping[str, str], versions: Sequence[int] = ()) -> Batch:
         """Add to a mini-batch what has to be computed before the first optimizer step."""
-        return data
+        return self.replay.before_update(data, anchors, versions)
 
     def prepare_model_outputs(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What the loss sees of the model. Subclasses say what that is."""
-        raise NotImplementedError
+        """What the loss sees of the model."""
+        return self.replay.model_outputs(micro_batch)
 
     def forward_step(
         self, micro_batch: dict[str, torch.Tensor], loss_function: LossFunction | None, forward_only: bool
@@ -278,7 +289,7 @@ class DiffusionEngine(BaseEngine):
 
     def forward_backward_batch(
         self,
-        data: dict[str, torch.Tensor],
+        data: Batch,
         loss_function: LossFunction | None,
         forward_only: bool = False,
         training_graph: bool = False,
@@ -288,26 +299,19 @@ class DiffusionEngine(BaseEngine):
 
         `training_graph` runs a forward as training would, for kernels that round differently without a gradient.
         """
-        self.check_batch(data)
-        data = {k: v.to(self.device) for k, v in data.items()}
+        self.replay.check(data)
+        data = {name: v if columns.of(name).host else v.to(self.device) for name, v in data.items()}
         outputs, metrics = [], {}
-        for (micro_batch, share), last in and_last(self.split(data, micro_batch_size or self.micro_batch_size)):
+        for part, last in and_last(self.replay.split(data, micro_batch_size or self.micro_batch_size)):
             self.begin_micro_batch(last)
             with torch.set_grad_enabled(training_graph or not forward_only), self.autocast():
-                loss, out = self.forward_step(micro_batch, loss_function, forward_only)
+                loss, out = self.forward_step(self.replay.take(data, part), loss_function, forward_only)
             if not forward_only:
-                (loss * share).backward()
-            else:
-                outputs.append({k: v.detach() for k, v in out["model_output"].items()})
-            accumulate(metrics, out["metrics"], share)
-        joined = {k: torch.cat([o[k] for o in outputs]) for k in outputs[0]} if outputs else {}
-        return {"model_output": joined, "metrics": self.reduce_metrics(metrics)}
-
-    def check_batch(self, data: dict[str, torch.Tensor]) -> None:
-        """Refuse what no later stage could name, while it is still in CPU memory. Subclasses say what that is."""
-
-    def split(self, data: dict[str, torch.Tensor], size: int) -> Iterator[tuple[dict[str, torch.Tensor], float]]:
-        return micro_batches(data, size)
+                (loss * part.share).backward()
+            elif part.counts:
+                outputs.append((part, {k: v.detach() for k, v in out["model_output"].items()}))
+            accumulate(metrics, out["metrics"], part.share)
+        return {"model_output": in_order(outputs), "metrics": self.reduce_metrics(metrics)}
 
     def whole_units(self, rows: int) -> int:
         """As many of `rows` rows as make whole units, such as pairs."""
@@ -315,7 +319,7 @@ class DiffusionEngine(BaseEngine):
 
     def train_batch(
         self,
-        data: dict[str, torch.Tensor],
+        data: Batch,
         loss_function: LossFunction,
         before_step: Callable[[dict[str, float]], None] | None = None,
     ) -> dict[str, Any]:
@@ -329,11 +333,7 @@ class DiffusionEngine(BaseEngine):
         output["metrics"]["lr"] = self.lr_scheduler_step()
         return output
 
-    def trained_timesteps(self, data: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Where the samples of a mini-batch are trained, (B, K). Subclasses say how the batch holds them."""
-        raise NotImplementedError
-
-    def drop_idle_gradients(self, data: dict[str, torch.Tensor]) -> None:
+    def drop_idle_gradients(self, data: Batch) -> None:
         """A part that no rank had a row for that counts has no gradient, and the optimizer leaves it alone.
 
         It may have run all the same: for fillers, or because another rank did. Its gradient is then 0, with which Adam
@@ -341,12 +341,12 @@ class DiffusionEngine(BaseEngine):
         """
         if len(self.parts) == 1:
             return
-        timesteps = self.trained_timesteps(data).cpu()
+        timesteps = self.replay.timesteps(data).cpu()
         if "share" in data:
             timesteps = timesteps[data["share"].cpu() > 0]
         used = self.adapter.parts_at(self.module, timesteps.flatten()) if len(timesteps) else ()
         seen = torch.tensor([int(name in used) for name in self.parts], device=self.device)
-        if self.sharded:
+        if self.layout.is_spread:
             dist.all_reduce(seen, op=dist.ReduceOp.MAX)
         for part, anywhere in zip(self.parts.values(), seen.tolist(), strict=True):
             if not anywhere:
@@ -354,7 +354,7 @@ class DiffusionEngine(BaseEngine):
 
     def infer_batch(
         self,
-        data: dict[str, torch.Tensor],
+        data: Batch,
         loss_function: LossFunction | None = None,
         training_graph: bool = False,
         micro_batch_size: int | None = None,
@@ -401,7 +401,7 @@ class DiffusionEngine(BaseEngine):
             return {}
         names = sorted(metrics)
         values = torch.stack([torch.as_tensor(metrics[n], dtype=torch.float64).cpu() for n in names]).to(self.device)
-        gathered = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+        gathered = [torch.empty_like(values) for _ in range(self.layout.world)]
         dist.all_gather(gathered, values)
         stacked = torch.stack(gathered)
         return {n: (stacked[:, i].max() if is_maximum(n) else stacked[:, i].mean()).item() for i, n in enumerate(names)}
@@ -425,16 +425,22 @@ class DiffusionEngine(BaseEngine):
     # ---- data parallelism and checkpoints ------------------------------------------------------------
 
     def get_data_parallel_size(self) -> int:
-        return dist.get_world_size()
+        return self.layout.data
 
     def get_data_parallel_rank(self) -> int:
-        return dist.get_rank()
+        return self.layout.data_rank(dist.get_rank())
 
     def get_data_parallel_group(self):
-        return dist.group.WORLD
+        """Those that have rows of their own; all ranks, where each has."""
+        return dist.group.WORLD if self.layout.sequence == 1 else self.samples.get_group("data")
+
+    @functools.cached_property
+    def samples(self) -> DeviceMesh:
+        """Over which each sample is cut, where ranks share them."""
+        return self.layout.samples(self.device.type)
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        return True
+        return self.layout.speaks(dist.get_rank())
 
     def save_checkpoint(
         self,

@@ -5,36 +5,55 @@ import torch
 from verl_omni.pipelines.sampling import transformer_inputs
 from verl_omni.pipelines.schedulers.flow_match_sde import check_timesteps, sqrt_neg_dt
 from verl_omni.pipelines.schedulers.steps import kl_std
-from verl_omni.workers.engine.base import DiffusionEngine
-from verl_omni.workers.engine.pairs import pair_indices
+from verl_omni.workers.engine.replay import Batch, MicroBatch, Replay
 
 
-class ReverseSteps(DiffusionEngine):
-    """Policy gradient: a forward re-evaluates stored reverse steps."""
+class ReverseSteps(Replay):
+    per = "step"
+    outputs = frozenset({"log_probs", "prev_sample_mean", "std_dev_t", "kl_std"})
 
-    def check_batch(self, data: dict[str, torch.Tensor]) -> None:
-        check_timesteps(self.scheduler, data["all_timesteps"].float())
+    def pairs(self, data: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """`train_steps` (B, K) names the steps where only some are trained."""
+        rows, steps = data["all_timesteps"].shape
+        if "train_steps" in data:
+            chosen = data["train_steps"]
+            return torch.arange(rows).repeat_interleave(chosen.shape[1]), chosen.reshape(-1).cpu()
+        return torch.arange(rows).repeat_interleave(steps), torch.arange(steps).repeat(rows)
 
-    def trained_timesteps(self, data: dict[str, torch.Tensor]) -> torch.Tensor:
-        return data["all_timesteps"].cpu()[pair_indices(data)].reshape(len(data["all_timesteps"]), -1)
+    def timesteps(self, data: Batch) -> torch.Tensor:
+        return data["all_timesteps"].cpu()[self.pairs(data)].reshape(len(data["all_timesteps"]), -1)
 
-    def prepare_model_outputs(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def check(self, data: Batch) -> None:
+        kinds = self.kinds(data)
+        for kind in set(kinds):
+            own = torch.tensor([other == kind for other in kinds])
+            check_timesteps(self.drawn_as(kind)[1], data["all_timesteps"][own].float())
+
+    def take(self, data: Batch, part: MicroBatch) -> dict[str, torch.Tensor]:
+        device = data["all_timesteps"].device
+        rows, steps = (index.to(device, non_blocking=True) for index in (part.rows, part.within))
+        return super().take(data, part) | {
+            "latents": data["all_latents"][rows, steps][:, None],
+            "prev_latents": data["all_latents"][rows, steps + 1],
+            "timesteps": data["all_timesteps"][rows, steps][:, None],
+        }
+
+    def model_outputs(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """log_probs (N,), prev_sample_mean (N, ...), std_dev_t and kl_std (N, 1, ...) of N stored (sample, step)s."""
+        module, (config, scheduler) = self.engine.module, self.drawn_as(self.kinds(micro_batch)[0])
         sample, timestep = micro_batch["latents"][:, 0], micro_batch["timesteps"][:, 0]
-        inputs, negative = transformer_inputs(
-            self.adapter, self.module, self.model_config, sample, timestep, micro_batch
-        )
+        inputs, negative = transformer_inputs(self.adapter, module, config, sample, timestep, micro_batch)
         if negative is not None and "uncond_velocity" in micro_batch:
             negative = {"velocity": micro_batch["uncond_velocity"]}
         log_probs, mean, std_dev_t = self.adapter.forward_and_sample_previous_step(
-            self.module,
-            self.scheduler,
-            self.model_config,
+            module,
+            scheduler,
+            config,
             inputs,
             negative,
             scheduler_inputs={"sample": sample, "prev_sample": micro_batch["prev_latents"], "timestep": timestep},
             step=0,
         )
-        micro_batch["sqrt_dt"] = sqrt_neg_dt(self.scheduler, timestep)
-        in_kl = kl_std(self.model_config.algo.sde_type, std_dev_t, micro_batch["sqrt_dt"])
+        micro_batch["sqrt_dt"] = sqrt_neg_dt(scheduler, timestep)
+        in_kl = kl_std(config.algo.sde_type, std_dev_t, micro_batch["sqrt_dt"])
         return {"log_probs": log_probs, "prev_sample_mean": mean, "std_dev_t": std_dev_t, "kl_std": in_kl}

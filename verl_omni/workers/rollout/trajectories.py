@@ -13,11 +13,9 @@ import ray
 import torch
 from verl.protocol import DataProto
 
-from verl_omni.utils.padding import pad_and_cat
+from verl_omni.workers import columns
 from verl_omni.workers.rollout.base import RolloutOutput, own_copy
 
-# What the driver gets of each trajectory.
-SMALL = ("rollout_log_probs", "all_timesteps")
 # The column of a batch that says where the rest is.
 COLUMN = "trajectory"
 
@@ -32,14 +30,16 @@ class TrajectoryRef:
 
 def large_part(output: RolloutOutput) -> dict[str, torch.Tensor]:
     """What training needs of a sample: its stored steps, or its end where none was stored, and its conditions."""
-    fields = output.trajectory | output.conditions
-    drop = (*SMALL, "final_latents") if "all_latents" in fields else SMALL
-    return {k: v for k, v in fields.items() if k not in drop}
+    columns.check_drawn(output.trajectory)
+    large = {k: v for k, v in output.trajectory.items() if columns.of(k).large}
+    if "all_latents" in large:
+        large.pop("final_latents", None)
+    return large | output.conditions
 
 
 def by_reference(output: RolloutOutput, reference: TrajectoryRef | None) -> RolloutOutput:
     """The answer without what is large, ready to leave the process."""
-    small = {k: v for k, v in output.trajectory.items() if k in SMALL}
+    small = {k: v for k, v in output.trajectory.items() if not columns.of(k).large}
     return dataclasses.replace(output, trajectory=small, conditions={}, reference=reference).cpu()
 
 
@@ -65,8 +65,8 @@ class TrajectoryStore:
     def holds(self, data: DataProto) -> bool:
         return COLUMN in data.non_tensor_batch
 
-    def batch(self, data: DataProto) -> dict[str, torch.Tensor]:
-        """The trajectories of these samples, stacked. What lies elsewhere is fetched once."""
+    def batch(self, data: DataProto) -> dict[str, torch.Tensor | columns.Ragged]:
+        """The trajectories of these samples, by column. What lies elsewhere is fetched once."""
         if not self.holds(data):
             return {}
         references = list(data.non_tensor_batch[COLUMN])
@@ -77,7 +77,7 @@ class TrajectoryStore:
         if absent:
             self.rows |= dict(zip(absent, self.fetch([r.stored for r in absent.values()]), strict=True))
         rows = [self.rows[r.key] for r in references]
-        return {name: pad_and_cat([row[name][None] for row in rows]) for name in rows[0]}
+        return {name: columns.stacked(name, [row[name] for row in rows]) for name in rows[0]}
 
     def fetch(self, stored: list[Any]) -> list[dict[str, torch.Tensor]]:
         return ray.get(stored)

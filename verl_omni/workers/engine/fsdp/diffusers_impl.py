@@ -7,16 +7,16 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from verl_omni.config import DiffusionActorConfig, FSDPConfig
-from verl_omni.workers.engine.base import DiffusionEngine
+from verl_omni.workers.engine.base import MODEL_TYPE, DiffusionEngine
 from verl_omni.workers.engine.fsdp.shard import shard
-from verl_omni.workers.engine.noise_levels import NoiseLevels
-from verl_omni.workers.engine.reverse_steps import ReverseSteps
+from verl_omni.workers.layout import Layout
 
 with warnings.catch_warnings():  # verl announces every engine whose package is not installed
     warnings.simplefilter("ignore")
     from verl.workers.engine.base import EngineRegistry
 
 
+@EngineRegistry.register(model_type=MODEL_TYPE, backend="fsdp2", device=["cpu", "cuda"])
 class DiffusersFSDPEngine(DiffusionEngine):
     """One rank trains the module as it is; several hold a share of each block, and gather it when it is used."""
 
@@ -24,8 +24,19 @@ class DiffusersFSDPEngine(DiffusionEngine):
     def settings(cls, actor: DiffusionActorConfig) -> FSDPConfig:
         return actor.fsdp_config
 
+    @classmethod
+    def lay_out(cls, settings: FSDPConfig, world: int) -> Layout:
+        size = world if settings.fsdp_size == -1 else settings.fsdp_size
+        if world % size:
+            raise ValueError(
+                f"actor_rollout_ref.actor.fsdp_config.fsdp_size={size} does not divide the {world} ranks "
+                "(trainer.nnodes * n_gpus_per_node)"
+            )
+        return Layout(replicate=world // size, shard=size)
+
     def spread(self) -> None:
-        self.mesh = shard(self.parts, self.engine_config, self.device, self.dtype)
+        self.mesh = self.layout.weights(self.device.type)
+        shard(self.parts, self.mesh, self.engine_config, self.dtype)
 
     @property
     def _shards(self) -> list[FSDPModule]:
@@ -51,16 +62,10 @@ class DiffusersFSDPEngine(DiffusionEngine):
             module.set_is_last_backward(last)
 
     def sum_of_shards(self, squares: torch.Tensor) -> torch.Tensor:
-        if self.sharded:
-            dist.all_reduce(squares, group=self.mesh.get_group("fsdp"))
+        if self.layout.is_spread:
+            dist.all_reduce(squares, group=self.mesh.get_group("shard"))
         return squares
 
 
-@EngineRegistry.register(model_type="diffusion_model", backend="fsdp2", device=["cpu", "cuda"])
-class PPODiffusersFSDPEngine(ReverseSteps, DiffusersFSDPEngine):
-    """Policy gradient."""
-
-
-@EngineRegistry.register(model_type="diffusion_preference_model", backend="fsdp2", device=["cpu", "cuda"])
-class PreferenceDiffusersFSDPEngine(NoiseLevels, DiffusersFSDPEngine):
-    """Direct preference."""
+# The name that documents give it.
+PPODiffusersFSDPEngine = DiffusersFSDPEngine

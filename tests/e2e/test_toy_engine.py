@@ -1,0 +1,32 @@
+"""An engine that is one folder outside the package trains a whole run, on ranks that share their rows."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from e2e_runs import ROOT, Run, metrics, settings
+
+pytestmark = pytest.mark.timeout(1500)
+
+SETTINGS = ["trainer.total_training_steps=2", "data.val_files=null", "actor_rollout_ref.actor.optim.lr=0.01"]
+COUNTED = ("critic/rewards/mean", "actor/grad_norm", "actor/loss", "actor/ratio_max_dev")
+
+
+def run(folder: Path, *more: str) -> dict[int, dict[str, float]]:
+    process = Run(settings("run", *SETTINGS, *more), folder)
+    assert process.wait() == 0, process.output()[-4000:]
+    return metrics(folder / "run")
+
+
+def test_ranks_that_share_their_rows_train_as_one(tmp_path):
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    for folder in (alone, shared):
+        folder.mkdir()
+        shutil.copytree(ROOT / "tests/documented/toy_engine", folder / "toy_engine")
+    toy = ["actor_rollout_ref.model.external_lib=toy_engine", "actor_rollout_ref.actor.strategy=toy"]
+    one, two = run(alone), run(shared, *toy, "trainer.n_gpus_per_node=2")
+    assert list(one) == list(two) == [1, 2]
+    for step in one:
+        for name in COUNTED:
+            assert two[step][name] == pytest.approx(one[step][name], rel=1e-3, abs=1e-6), (step, name)
+    assert one[1]["actor/first_ratio_max_dev"] == two[1]["actor/first_ratio_max_dev"] == 0

@@ -1,0 +1,196 @@
+"""How a segment of stored samples is replayed. An engine holds one of these: it knows no engine by name.
+
+A sample's steps, or the noise levels at which it is trained, are a batch dimension: B samples with W of them are B * W
+independent pairs, and any split of them into micro-batches gives the same gradient.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+import torch.distributed as dist
+
+from verl_omni.config import DiffusionModelConfig
+from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.pipelines.settings import sized
+from verl_omni.workers import columns
+from verl_omni.workers.columns import Ragged
+from verl_omni.workers.layout import Layout
+
+Batch = dict[str, torch.Tensor | Ragged]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Pairs that go through the model at once: rows of the batch, and steps or levels within each."""
+
+    rows: torch.Tensor
+    within: torch.Tensor
+    #: of the batch's mean
+    share: float
+    #: their numbers among all pairs of the batch; none where a rank only keeps the others company
+    numbers: torch.Tensor
+
+    @property
+    def counts(self) -> bool:
+        return len(self.numbers) > 0
+
+
+class Replays(Protocol):
+    """What a replay asks of the engine that holds it."""
+
+    model_config: DiffusionModelConfig
+    adapter: type[DiffusionModelBase]
+    module: torch.nn.Module
+    device: torch.device
+    layout: Layout
+    rows_per_unit: int
+    rounds_like_rollout: bool
+
+    def whole_units(self, rows: int) -> int: ...
+
+    def eval_mode(self) -> AbstractContextManager: ...
+
+    def policy(self, name: str) -> AbstractContextManager: ...
+
+    def infer_batch(self, data: Batch, *, training_graph: bool = False) -> dict[str, Any]: ...
+
+
+class Replay:
+    """What a forward computes of stored samples, and of which of their parts."""
+
+    #: what of a sample is a pair of its own: see `columns.Column.per`
+    per: ClassVar[str]
+    #: what a loss may ask of the model's forward
+    outputs: ClassVar[frozenset[str]]
+
+    def __init__(self, engine: Replays):
+        self.engine = engine
+        self._drawn: dict[tuple, tuple[DiffusionModelConfig, Any]] = {}
+        self.model_config, self.scheduler = self._settings(self.configured(engine.model_config))
+
+    @property
+    def adapter(self) -> type[DiffusionModelBase]:
+        return self.engine.adapter
+
+    # ---- what one kind of replay says of itself ------------------------------------------------------
+
+    def configured(self, model_config: DiffusionModelConfig) -> DiffusionModelConfig:
+        """The model's settings, as samples are replayed."""
+        return model_config
+
+    def pairs(self, data: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row and step (or level) of every pair, in the order of what a forward gives back."""
+        raise NotImplementedError
+
+    def timesteps(self, data: Batch) -> torch.Tensor:
+        """Where the samples of a mini-batch are trained, (B, K)."""
+        raise NotImplementedError
+
+    def model_outputs(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the loss sees of the model: `outputs`."""
+        raise NotImplementedError
+
+    def check(self, data: Batch) -> None:
+        """Refuse what no later stage could name, while it is still in CPU memory."""
+
+    def before_update(self, data: Batch, anchors: Mapping[str, str], versions: Sequence[int] = ()) -> Batch:
+        """Add to a mini-batch what has to be computed before the first optimizer step."""
+        return data
+
+    # ---- a sample's own settings ---------------------------------------------------------------------
+
+    def _settings(self, model_config: DiffusionModelConfig) -> tuple[DiffusionModelConfig, Any]:
+        """(the settings, the noise schedule) of samples that are drawn in this way."""
+        scheduler = self.adapter.build_scheduler(model_config)
+        self.adapter.set_timesteps(scheduler, model_config, self.engine.device)
+        return model_config, scheduler
+
+    def kinds(self, data: Batch) -> list[tuple]:
+        """Of each sample: how large it is and how much noise its steps have. Those of one kind can share a forward."""
+        rows = len(data["sigma"] if "sigma" in data else data["all_timesteps"])
+        sizes = map(tuple, data["size"].tolist()) if "size" in data else [None] * rows
+        noise = data["noise_level"].tolist() if "noise_level" in data else [None] * rows
+        return list(zip(sizes, noise, strict=True))
+
+    def drawn_as(self, kind: tuple) -> tuple[DiffusionModelConfig, Any]:
+        """The model's settings with the size and the noise that samples of this kind were drawn with."""
+        if kind not in self._drawn:
+            size, noise = kind
+            own = self.model_config if size is None else sized(self.model_config, size)
+            if noise not in (None, own.algo.noise_level):
+                own = dataclasses.replace(own, algo=dataclasses.replace(own.algo, noise_level=noise))
+            as_configured = own is self.model_config
+            self._drawn[kind] = (own, self.scheduler) if as_configured else self._settings(own)
+        return self._drawn[kind]
+
+    # ---- micro-batches -------------------------------------------------------------------------------
+
+    def split(self, data: Batch, size: int) -> Iterator[MicroBatch]:
+        """Micro-batches of up to `size` pairs of one kind.
+
+        A column `share` says each sample's part of the rank's mean. Samples with 0 run only where a rank has nothing
+        else to run: every rank takes part in every forward.
+        """
+        rows, within = self.pairs(data)
+        share = data["share"] if "share" in data else None
+        each = len(rows) // len(share) if share is not None else 1
+        count = 0
+        for chosen in self._of_one_kind(data, rows):
+            for part in chosen.split(self.engine.whole_units(size)):
+                row, index = rows[part], within[part]
+                weight = len(row) / len(rows)
+                if share is not None:
+                    weights = share[row]
+                    weight, real = weights.sum().item() / each, weights > 0
+                    if real.any():
+                        row, index, part = row[real], index[real], part[real]
+                count += 1
+                yield MicroBatch(row, index, weight, part)
+        if "mixed" in data and self.engine.layout.is_spread:
+            unit = slice(self.engine.whole_units(1))
+            for _ in range(self._most_of_all_ranks(count) - count):
+                yield MicroBatch(rows[unit], within[unit], 0.0, rows[:0])
+
+    def _of_one_kind(self, data: Batch, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Which pairs can share a forward. All of them, but where samples have sizes of their own."""
+        kinds = self.kinds(data)
+        if len(set(kinds)) == 1:
+            return [torch.arange(len(rows))]
+        number = {kind: place for place, kind in enumerate(dict.fromkeys(kinds))}
+        own = torch.tensor([number[kind] for kind in kinds])[rows]
+        return [(own == place).nonzero()[:, 0] for place in number.values()]
+
+    def _most_of_all_ranks(self, count: int) -> int:
+        most = torch.tensor(count, device=self.engine.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return int(most)
+
+    def take(self, data: Batch, part: MicroBatch) -> dict[str, torch.Tensor]:
+        """The pairs of a micro-batch, as the model and the loss see them."""
+        rows, within = part.rows, part.within
+        device = data["sigma" if "sigma" in data else "all_timesteps"].device
+        on_device = tuple(index.to(device, non_blocking=True) for index in (rows, within))  # the host runs ahead
+        batch = {}
+        for name, value in data.items():
+            column = columns.of(name)
+            index = (rows, within) if column.host else on_device
+            if column.seen:
+                batch[name] = value[index] if column.per == self.per else value[index[0]]
+        return batch
+
+
+def in_order(outputs: list[tuple[MicroBatch, dict[str, torch.Tensor]]]) -> Batch:
+    """What the forwards gave, in the order of the pairs."""
+    if not outputs:
+        return {}
+    numbers = torch.cat([part.numbers for part, _ in outputs])
+    names = outputs[0][1]
+    if bool((numbers.diff() > 0).all()):
+        return {name: torch.cat([output[name] for _, output in outputs]) for name in names}
+    places = numbers.argsort().tolist()
+    rows = {name: [row for _, output in outputs for row in output[name]] for name in names}
+    return {name: columns.as_they_are([rows[name][place] for place in places]) for name in names}
