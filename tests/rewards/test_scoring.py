@@ -13,6 +13,7 @@ from verl_omni.rewards import scoring
 from verl_omni.rewards.image_manager import ImageRewardManager
 from verl_omni.rewards.registry import _REWARDS
 from verl_omni.rewards.reward_function import RewardError
+from verl_omni.utils.arrays import object_array
 
 
 @pytest.fixture(autouse=True)
@@ -20,13 +21,16 @@ def no_pause(monkeypatch):
     monkeypatch.setattr(scoring, "FIRST_PAUSE", 0.0)
 
 
-def scored(function, count: int = 4, source: str = "mine", in_turn: bool = False, **reward) -> list:
-    """What the manager answers for `count` images."""
+def scored(function, count: int = 4, source: str = "mine", in_turn: bool = False, uids=None, **reward) -> list:
+    """What the manager answers for `count` images, of a prompt each or of the groups that `uids` name."""
     config = OmegaConf.create({"reward": {"batch_size": 4, "retries": 2, **reward}})
 
     async def run():
         manager = ImageRewardManager(config, None, compute_score=function)
         rows = [sample(i, source, None if in_turn else (i, count)) for i in range(count)]
+        for row, uid in zip(rows, uids or (), strict=bool(uids)):
+            row.non_tensor_batch["uid"] = object_array([uid])
+            row.non_tensor_batch["prompt"] = object_array([f"prompt {uid}"])
         if in_turn:
             return [await manager.run_single(row) for row in rows]
         return await asyncio.gather(*(manager.run_single(row) for row in rows), return_exceptions=True)
@@ -75,7 +79,7 @@ def test_on_failure_stop():
 
 def test_several_in_a_row_end_the_run_with_the_rewards_own_words():
     bad = {f"prompt {i}" for i in (0, 2, 3, 4)}
-    with pytest.raises(RewardError, match="judge is away.*; 3 failures in a row .reward.max_failures=3."):
+    with pytest.raises(RewardError, match="judge is away.*; so it went for 3 prompts in a row .reward.max_failures=3."):
         scored(Flaky(bad, math.inf).one, count=5, in_turn=True)
 
 
@@ -83,6 +87,30 @@ def test_a_score_between_begins_a_new_count():
     bad = {f"prompt {i}" for i in (0, 1, 3, 4)}
     answers = scored(Flaky(bad, math.inf).one, count=6, in_turn=True)
     assert [math.isnan(a["reward_score"]) for a in answers] == [True, True, False, True, True, False]
+
+
+@pytest.mark.parametrize("shape", ["one", "many"])
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_images_of_one_prompt_fail_together_and_count_once(shape, in_turn):
+    bad = {"prompt a", "prompt c"}
+    answers = scored(getattr(Flaky(bad, math.inf), shape), 12, in_turn=in_turn, uids="aaaabbbbcccc")
+    assert [math.isnan(a["reward_score"]) for a in answers] == [True] * 4 + [False] * 4 + [True] * 4
+
+
+def test_prompts_are_what_is_counted():
+    bad = {f"prompt {uid}" for uid in "acd"}
+    function = Flaky(bad, math.inf).one
+    assert len(scored(function, 9, in_turn=True, uids="aabccaadb", max_failures=4)) == 9
+    with pytest.raises(RewardError, match="for 3 prompts in a row .reward.max_failures=3."):
+        scored(function, 9, in_turn=True, uids="aabccaadb")
+
+
+def test_the_same_prompt_in_another_step_counts_again():
+    def away(prompt):
+        raise ConnectionError("judge is away")
+
+    with pytest.raises(RewardError, match="for 3 prompts in a row"):
+        scored(away, 3, in_turn=True, uids=["1-0", "2-0", "3-0"])
 
 
 def test_nan_and_a_wrong_count_are_failures_too():

@@ -86,9 +86,29 @@ def compute_score(image, prompt):
 """
 
 
-@pytest.mark.parametrize("algorithm", ["flow_grpo", "diffusion_nft", "dpo"])
-def test_a_run_goes_on_without_them(tmp_path, monkeypatch, process_group, capsys, algorithm):
-    (tmp_path / "reward.py").write_text(REWARD.format(bad="2,"))
+ONE_PROMPT = """
+seen = []
+
+def compute_score(image, prompt):
+    seen.append(prompt)
+    if prompt == seen[0]:
+        raise ConnectionError("the judge is away")
+    return (sum(image.convert("L").resize((2, 2)).getdata()) % 97) / 97
+"""
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "reward"),
+    [
+        ("flow_grpo", REWARD.format(bad="2,")),
+        ("diffusion_nft", REWARD.format(bad="2,")),
+        ("dpo", REWARD.format(bad="2,")),
+        ("flow_grpo", ONE_PROMPT),
+    ],
+    ids=["flow_grpo", "diffusion_nft", "dpo", "a whole group"],
+)
+def test_a_run_goes_on_without_them(tmp_path, monkeypatch, process_group, capsys, algorithm, reward):
+    (tmp_path / "reward.py").write_text(reward)
     arguments = settings(
         tmp_path / "run", f"actor_rollout_ref.model.algorithm={algorithm}", "actor_rollout_ref.rollout.n=4",
         "reward.custom_reward_function.path=reward.py", "reward.retries=0", "trainer.total_training_steps=2",
@@ -97,4 +117,5 @@ def test_a_run_goes_on_without_them(tmp_path, monkeypatch, process_group, capsys
     run_here(arguments, tmp_path, monkeypatch)
     first = metrics(tmp_path / "run")[1]
     assert first["reward/failed"] >= 1 and first["actor/grad_norm"] > 0
-    assert "images have no score" in capsys.readouterr().out
+    assert "images have no score" in (said := capsys.readouterr().out)
+    assert reward != ONE_PROMPT or "step 1: 4 of 8 images have no score, 4 are learned from" in said

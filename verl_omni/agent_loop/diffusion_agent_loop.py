@@ -182,7 +182,7 @@ class DiffusionAgentLoopWorker:
         """
         if not self.reward_workers:
             return
-        keys = ("data_source", "reward_model", "extra_info", "prompt")
+        keys = ("data_source", "reward_model", "extra_info", "prompt", "uid")
         one = DataProto.from_dict(
             tensors={"responses": responses},
             non_tensors={k: np.array([kwargs[k]], dtype=object) for k in keys if k in kwargs},

@@ -103,7 +103,7 @@ class RewardConfig:
         "from; counted in reward/failed) or stop (the run ends)",
         choices=("drop", "stop"),
     )
-    max_failures: int = knob(3, "failures in a row end the run, with the reward's own message", least=1)
+    max_failures: int = knob(3, "prompts in a row whose reward fails end the run, with its own message", least=1)
     scorers: Any = knob(
         None,
         "the rewards to add up, [{name: ocr, weight: 1}, {name: pickscore, weight: 0.3}], or settings of those that "

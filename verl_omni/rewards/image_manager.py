@@ -72,10 +72,10 @@ class ImageRewardManager(RewardManagerBase):
         answers = await asyncio.gather(
             *(self._scoring(choice).score(sample, kind, place) for choice in chosen), return_exceptions=True
         )
-        failure = None
+        failure, group = None, fields.get("uid") or object()  # without a group's name, each image is one
         for choice, answer in zip(chosen, answers, strict=True):
             if isinstance(answer, RewardError):
-                self.failures.failed(choice.label, answer)
+                self.failures.failed(choice.label, answer, (group, sample["prompt"]))
                 failure = failure or str(answer)
             elif isinstance(answer, BaseException):
                 raise answer

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Hashable
 from typing import Any
 
 from verl_omni.rewards.reward_function import RewardError, RewardFunction
@@ -73,22 +74,29 @@ class Scoring:
 
 
 class Failures:
-    """Samples without a score: how many in a row, and when that ends the run. A call that fails counts once."""
+    """Samples without a score: of how many prompts in a row, and when that ends the run.
+
+    The images of a prompt that cannot be scored fail together, and count once. So does a call that fails, however many
+    prompts its images have.
+    """
 
     def __init__(self, on_failure: str = "drop", most_in_a_row: int = 3):
         self.on_failure, self.most = on_failure, most_in_a_row
         self._in_a_row: dict[str, int] = {}
-        self._last: dict[str, RewardError] = {}
+        self._prompts: dict[str, set[Hashable]] = {}
+        self._counted: dict[str, RewardError] = {}
 
     def scored(self, label: str) -> None:
-        self._in_a_row[label] = 0
+        self._in_a_row[label], self._prompts[label] = 0, set()
 
-    def failed(self, label: str, error: RewardError) -> None:
+    def failed(self, label: str, error: RewardError, prompt: Hashable) -> None:
         """Raises where the run is to end."""
-        again = self._last.get(label) is error  # another image of the same call
-        count = self._in_a_row[label] = self._in_a_row.get(label, 0) + (not again)
-        self._last[label] = error
+        prompts, count = self._prompts.setdefault(label, set()), self._in_a_row.get(label, 0)
+        if prompt not in prompts and self._counted.get(label) is not error:
+            count = self._in_a_row[label] = count + 1
+            self._counted[label] = error
+        prompts.add(prompt)
         if self.on_failure == "stop" or error.is_final:
             raise error
         if count >= self.most:
-            raise RewardError(f"{error}; {count} failures in a row (reward.max_failures={self.most})")
+            raise RewardError(f"{error}; so it went for {count} prompts in a row (reward.max_failures={self.most})")
