@@ -7,11 +7,12 @@ repeated. Prints a table in Markdown.
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
 from pathlib import Path
+
+from verl_omni.utils.run_files import read_metrics
 
 SCORE = "val-core/"
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
@@ -46,7 +47,7 @@ def settings(name: str, seed: int, steps: int) -> list[str]:
 
 def curve(run_dir: Path) -> dict[int, tuple[float, int, float]]:
     """Step -> (held-out score, images drawn for training so far, seconds: so many steps of the median length)."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(run_dir / "metrics.jsonl")
     step_time = statistics.median([r["data"]["timing_s/step"] for r in rows if "timing_s/step" in r["data"]] or [0.0])
     found, images = {}, 0
     for row in rows:

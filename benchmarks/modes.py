@@ -9,12 +9,13 @@ Markdown; "predicted" is what `verl-omni plan` makes of the run in turn (separat
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
 from pathlib import Path
+
+from verl_omni.utils.run_files import read_metrics
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 EQUALLY_LONG = [
@@ -34,7 +35,7 @@ WARM_UP = 2  # steps that are not counted
 
 def stages(run_dir: Path) -> dict[str, float]:
     """Median seconds of the steps after the first ones."""
-    rows = [json.loads(line)["data"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = [entry["data"] for entry in read_metrics(run_dir / "metrics.jsonl")]
     rows = [row for row in rows if "timing_s/step" in row][WARM_UP:]
     names = ("step", "gen", "gen_images", "reward", "update_actor")
     return {name: statistics.median(row[f"timing_s/{name}"] for row in rows) for name in names}

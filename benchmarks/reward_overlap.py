@@ -8,11 +8,12 @@ the two would take one after the other.
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
 from pathlib import Path
+
+from verl_omni.utils.run_files import read_metrics
 
 WARM_UP = 1  # steps that are not counted
 FORWARDS = 12  # of a step's rollout
@@ -38,7 +39,7 @@ def seconds_of(out: Path, name: str, steps: int, each: float) -> tuple[float, in
     )
     if subprocess.run(command).returncode:
         sys.exit(f"error: the run in {run_dir} failed")
-    rows = [json.loads(line)["data"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
+    rows = [entry["data"] for entry in read_metrics(run_dir / "metrics.jsonl")][WARM_UP:]
     taken = [row["timing_s/gen"] + row["timing_s/reward"] for row in rows]
     return statistics.median(taken), int(rows[0]["perf/total_num_images"])
 

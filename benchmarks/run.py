@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import models
+from verl_omni.utils.run_files import read_metrics
 
 ATTENTION = (
     "[attn.add_k_proj,attn.add_q_proj,attn.add_v_proj,attn.to_add_out,attn.to_k,attn.to_out.0,attn.to_q,attn.to_v]"
@@ -149,7 +150,7 @@ def measure(
             *overrides,
         ]  # fmt: skip
         subprocess.run(command, check=True)
-        lines = [json.loads(line)["data"] for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()]
+        lines = [entry["data"] for entry in read_metrics(Path(folder) / "run/metrics.jsonl")]
         if profile:
             print(f"\nprofile of one step of {name}\n" + (Path(folder) / "run/profile.txt").read_text())
     first, timed = lines[0], lines[warm_up : warm_up + steps]

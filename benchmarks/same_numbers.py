@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.compare_algorithms import ALGORITHMS, settings
+from verl_omni.utils.run_files import read_metrics
 
 CLOCK = ("timing", "perf/", "idle/", "queue/")  # what no two runs share
 
@@ -44,8 +45,7 @@ def run_all(out: Path, steps: int, quickstart: bool, names: list[str]) -> None:
 def numbers(folder: Path) -> dict[str, str]:
     """Name -> value of all that a run computed, as text that is exact."""
     found = {}
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        entry = json.loads(line)
+    for entry in read_metrics(folder / "metrics.jsonl"):
         for name, value in entry["data"].items():
             if not name.startswith(CLOCK):
                 found[f"step {entry['step']} {name}"] = json.dumps(value)

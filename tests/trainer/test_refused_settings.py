@@ -11,6 +11,8 @@ from composed import composed
 from safetensors.torch import save_file
 from tiny_models import tiny_checkpoint
 
+from verl_omni.algorithms.flow_grpo import FlowGRPOLoss
+from verl_omni.algorithms.registry import _ESTIMATORS, _LOSSES
 from verl_omni.config import DiffusionModelConfig, schema
 from verl_omni.config.actor import OPTIMIZERS
 from verl_omni.config.knob import Range, check_effect, check_ranges, knob, walk
@@ -156,6 +158,52 @@ def test_gradients_do_not_fit_into_float16(name):
 def test_weights_of_rewards_are_numbers():
     weights = ["algorithm.adv_estimator=gdpo", "++algorithm.reward_weights={score: nan}"]
     assert "algorithm.reward_weights.score=nan: expected a finite number" in refused(*weights)
+
+
+def of_two_rewards(index, sample_level_reward_components, reward_weights):
+    """An estimator of a user's own."""
+
+
+def of_one_reward(sample_level_rewards, index):
+    """Likewise."""
+
+
+@pytest.fixture
+def own(monkeypatch):
+    """An estimator for several rewards, one for one, and a loss that reads all that the model gives."""
+
+    class Own(FlowGRPOLoss):
+        required_model_output_keys = ("log_probs", "prev_sample_mean", "std_dev_t", "kl_std")
+
+        @classmethod
+        def compute_loss(cls, *, log_prob, advantages, config):
+            """Without the weights of a correction."""
+
+    registries = {_ESTIMATORS: {"of_two": of_two_rewards, "of_one": of_one_reward}, _LOSSES: {"own": Own}}
+    for registry, entries in registries.items():
+        registry.names()  # the built-in ones come first
+        added = {name: (thing, "this test", ("this test", name)) for name, thing in entries.items()}
+        monkeypatch.setattr(registry, "_entries", {**registry._entries, **added})
+
+
+SCORERS = "reward.scorers=[{name: ocr, weight: 2}, {name: jpeg_compressibility, weight: -0.5}]"
+
+
+def test_an_estimator_of_ones_own_has_the_weights_of_several_rewards(own):
+    weights = {"ocr": 2.0, "jpeg_compressibility": -0.5}
+    for estimator in ("of_two", "gdpo"):
+        assert prepared(f"algorithm.adv_estimator={estimator}", SCORERS).algorithm.reward_weights == weights
+        line = refused(f"algorithm.adv_estimator={estimator}", SCORERS.replace("2}", "2, data_sources: [a]}"))
+        assert f"algorithm.adv_estimator={estimator} compares each reward" in line
+    assert prepared("algorithm.adv_estimator=of_one", SCORERS).algorithm.reward_weights == {}
+    line = refused("algorithm.adv_estimator=of_one", "++algorithm.reward_weights={score: 1}")
+    assert "has no effect with algorithm.adv_estimator=of_one, which takes one reward" in line
+
+
+def test_a_loss_may_ask_for_all_that_the_model_gives(own):
+    loss = f"{ACTOR}.diffusion_loss.loss_mode=own"
+    assert prepared(loss)
+    assert "Own.compute_loss takes no rollout_is_weights" in refused(loss, *OFF, IS)
 
 
 # ---- what would change nothing -------------------------------------------------------------------------

@@ -1,11 +1,14 @@
 """Each reward's own numbers, and the word that is said of one that looks wrong."""
 
 import numpy as np
+import pytest
 import torch
 from verl.protocol import DataProto
 
 from verl_omni.trainer.diffusion.reward_metrics import RewardWatch, reward_metrics
+from verl_omni.trainer.diffusion.validation import write_samples
 from verl_omni.utils.arrays import object_array
+from verl_omni.utils.json_files import read_lines
 
 RNG = np.random.default_rng(0)
 
@@ -92,3 +95,28 @@ def test_one_against_the_other():
     lines = said(ocr=course(0.3, 0.9), pick=course(0.9, 0.3))
     assert any('reward "ocr" gets better while "pick" gets worse' in line for line in lines)
     assert sum("gets better while" in line for line in lines) == 1
+
+
+def test_samples_are_written_whole_or_not_at_all(tmp_path):
+    """Somebody looks while they are written, or the run is killed, or cannot say what a reward told."""
+
+    class Unspeakable:
+        def __str__(self):
+            raise OSError("No space left on device")
+
+    def samples(*told) -> DataProto:
+        columns = {"image_file": "x.png", "reward_model": {}, "prompt": "a cat", "seed": 1}
+        rows = {name: object_array([value] * len(told)) for name, value in columns.items()}
+        rows["reward_extra_info"] = object_array([{"told": one} for one in told])
+        return DataProto.from_dict({"rm_scores": torch.ones(len(told), 1)}, rows)
+
+    def read() -> list:
+        return [row["reward_extra_info"]["told"] for _, row in read_lines(tmp_path / "samples.jsonl")]
+
+    write_samples(samples(1, 2), tmp_path)
+    for mode in ("w", "a"):
+        with pytest.raises(OSError, match="No space"):
+            write_samples(samples("long" * 10_000, Unspeakable()), tmp_path, mode)
+        assert read() == [1, 2]
+    write_samples(samples(3), tmp_path, "a")
+    assert read() == [1, 2, 3]

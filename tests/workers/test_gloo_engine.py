@@ -60,11 +60,21 @@ def test_every_tensor_arrives_in_every_server_and_again(ends):
 def test_what_is_not_taken_yet_survives_one_more_update(ends):
     (server, _), update = ends
     sent = [update({"w": torch.full((2,), float(version))}, ("current", version)) for version in range(3)]
-    with pytest.raises(KeyError):
-        list(server.take(sent[0]))
+    with pytest.raises(RuntimeError, match="weights current 0 are not here .any more.; here are: current 1, current 2"):
+        server.take(sent[0])
     assert dict(server.take(sent[1]))["w"].tolist() == [1, 1]
     assert dict(server.take(sent[2]))["w"].tolist() == [2, 2]  # what came after it is still there
     assert not server._received
+
+
+def test_what_was_asked_for_stays_however_many_come_before_it_is_read(ends):
+    """A server waits for the batch that it draws, while others train on."""
+    (server, _), update = ends
+    first = update({"w": torch.zeros(2)}, ("current", 0))
+    asked = server.take(first)
+    later = [update({"w": torch.full((2,), float(version))}, ("current", version)) for version in (1, 2, 3)]
+    assert dict(asked)["w"].tolist() == [0, 0]
+    assert dict(server.take(later[-1]))["w"].tolist() == [3, 3] and not server._received
 
 
 def test_a_changed_or_lost_tensor_is_an_error(ends, monkeypatch):

@@ -26,11 +26,19 @@ from tiny_models import tiny_checkpoint
 
 from verl_omni.config import OptimizerConfig
 from verl_omni.workers.engine.optimizer import lr_factor
+from verl_omni.workers.engine.registry import REPLAYS
 
 
 def means(engine, data) -> torch.Tensor:
     with engine.eval_mode():
         return engine.infer_batch(data)["model_output"]["prev_sample_mean"]
+
+
+def test_the_check_before_a_run_knows_what_a_loss_is_given():
+    engine = make_engine(model_config(tiny_checkpoint()))
+    with engine.eval_mode():
+        given = engine.infer_batch(roll_out(engine))["model_output"]
+    assert given.keys() == REPLAYS["policy_gradient"].outputs
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])

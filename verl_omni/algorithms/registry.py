@@ -156,6 +156,12 @@ def get_diffusion_adv_estimator_fn(name_or_enum: str | DiffusionAdvantageEstimat
     return _ESTIMATORS.get(_resolve(_plain(name_or_enum), _ESTIMATORS, "adv_estimator"))
 
 
+def adds_up_rewards(name_or_enum: str | DiffusionAdvantageEstimator) -> bool:
+    """Whether an estimator's signature asks for several rewards of each image."""
+    parameters = inspect.signature(get_diffusion_adv_estimator_fn(name_or_enum)).parameters
+    return "sample_level_reward_components" in parameters
+
+
 def estimate_advantages(
     name_or_enum: str | DiffusionAdvantageEstimator, **available: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -60,7 +60,9 @@ class DiffusionAlgoConfig:
         1, "the standard deviation divides by N minus this: 1 as torch.std, 0 as np.std and flow_grpo", least=0, most=1
     )
     reward_weights: dict[str, float] = knob(
-        {}, "gdpo: the rewards to add up, as {name: weight}; names are keys of what the reward function returns"
+        {},
+        "gdpo, or your own estimator of several rewards: those to add up, as {name: weight}; names are keys of what "
+        "the reward function returns; without any, those of reward.scorers",
     )
     old_policy_decay_schedule: str | None = knob(
         "copy",

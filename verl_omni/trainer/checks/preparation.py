@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_omni.algorithms.forward_process import anchor_policies
 from verl_omni.algorithms.registry import (
+    adds_up_rewards,
     fill_nulls,
     get_algorithm,
     get_diffusion_adv_estimator_fn,
@@ -75,12 +76,13 @@ def _fill(settings: DiffusionTrainerConfig) -> DiffusionTrainerConfig:
         f.name: f.default for f in dataclasses.fields(DiffusionAlgoConfig) if f.default is not dataclasses.MISSING
     }
     settings.algorithm = fill_nulls(settings.algorithm, {**defaults, **chosen}, f'algorithm "{algorithm.name}"')
-    if settings.algorithm.adv_estimator == "gdpo" and not settings.algorithm.reward_weights:
+    estimator = settings.algorithm.adv_estimator
+    if not settings.algorithm.reward_weights and adds_up_rewards(estimator):
         choices = read_choices(settings.reward.scorers)
         if limited := next((label for label, choice in choices.items() if choice.data_sources), None):
             raise ValueError(
-                f"reward.scorers.{limited}.data_sources: algorithm.adv_estimator=gdpo compares each reward over all "
-                "images; give every reward to every row, or leave the estimator out"
+                f"reward.scorers.{limited}.data_sources: algorithm.adv_estimator={estimator} compares each reward over "
+                "all images; give every reward to every row, or leave the estimator out"
             )
         settings.algorithm.reward_weights = weighted(choices)
     _fill_placement(settings)
@@ -149,7 +151,7 @@ def _check(settings: DiffusionTrainerConfig) -> None:
         loss_fn = get_diffusion_loss_fn(loss.loss_mode)
         if is_on(correction) and "rollout_is_weights" not in inspect.signature(loss_fn.compute_loss).parameters:
             raise ValueError(
-                f"algorithm.rollout_correction would change nothing: {loss_fn.__name__}.compute_loss takes no "
+                f"algorithm.rollout_correction would change nothing: {type(loss_fn).__name__}.compute_loss takes no "
                 "rollout_is_weights"
             )
     _check_numbers(settings)
@@ -173,12 +175,15 @@ def _check_adapter(settings: DiffusionTrainerConfig, adapter: type[DiffusionMode
 def _check_estimator(algorithm: DiffusionAlgoConfig) -> None:
     """It is there, and has the weights of several rewards if and only if it adds them up."""
     estimator, weights = get_diffusion_adv_estimator_fn(algorithm.adv_estimator), algorithm.reward_weights
-    if algorithm.adv_estimator == "gdpo" and not weights:
+    if estimator is get_diffusion_adv_estimator_fn("gdpo") and not weights:
         raise ValueError(
-            "algorithm.adv_estimator=gdpo adds up several rewards: name them in reward.scorers with their weights, or "
-            "those that your function returns, such as 'algorithm.reward_weights={sharpness: 1, score: 0.5}'"
+            f"algorithm.adv_estimator={algorithm.adv_estimator} adds up several rewards: name them in reward.scorers "
+            "with their weights, or those that your function returns, such as "
+            "'algorithm.reward_weights={sharpness: 1, score: 0.5}'"
         )
-    if weights and estimator is get_diffusion_adv_estimator_fn("flow_grpo"):
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(estimator).parameters.values())
+    of_one = not takes_any or estimator is get_diffusion_adv_estimator_fn("flow_grpo")
+    if weights and of_one and not adds_up_rewards(algorithm.adv_estimator):
         raise ValueError(
             f"algorithm.reward_weights={dict(weights)} has no effect with algorithm.adv_estimator="
             f"{algorithm.adv_estimator}, which takes one reward: set algorithm.adv_estimator=gdpo"

@@ -66,7 +66,10 @@ def write_samples(batch: DataProto, folder: Path, mode: str = "w") -> None:
     """samples.jsonl: one line for each image that was written."""
     folder.mkdir(parents=True, exist_ok=True)
     extras = reward_extras(batch)
-    with (folder / "samples.jsonl").open(mode) as lines:
+    path = folder / "samples.jsonl"
+    whole = path.with_suffix(".tmp")  # who looks while a run goes on, or after it was killed, sees no half line
+    with whole.open("w", encoding="utf-8") as lines:
+        lines.write(path.read_text(encoding="utf-8") if mode == "a" and path.exists() else "")
         for i, name in enumerate(batch.non_tensor_batch["image_file"]):
             if name is None:
                 continue
@@ -81,3 +84,4 @@ def write_samples(batch: DataProto, folder: Path, mode: str = "w") -> None:
                 "reward_extra_info": extras[i],
             }
             lines.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+    whole.replace(path)

@@ -1,5 +1,6 @@
 """A process's end of one of verl's checkpoint engines, which carry weights from training ranks to rollout servers."""
 
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ class Channel:
             config.backend, bucket_size=size, **more, **config.engine_kwargs
         )
         self._received: dict[Name, list[tuple[str, torch.Tensor]]] = {}
+        self._lock = threading.Lock()  # others come, in a thread of their own, while some are taken
 
     async def send(self, weights: Iterable[tuple[str, torch.Tensor]], name: Name, **more: Any) -> SentWeights:
         """`more` is said of them."""
@@ -30,20 +32,30 @@ class Channel:
 
     async def receive(self, name: Name) -> None:
         """Into CPU memory, where the weights stay until they are taken. Those of the update before stay too: a server
-        may be about to take them."""
+        may be about to be told to take them."""
         own = isinstance(self.engine, BucketedEngine)
         coming = self.engine.receive_weights(global_steps=name[1])
         weights = [(key, one if own else one.to("cpu", copy=True)) async for key, one in coming]
-        self._received = dict([*self._received.items()][-1:]) | {name: weights}
+        with self._lock:
+            self._received = dict([*self._received.items()][-1:]) | {name: weights}
 
     def take(self, sent: SentWeights) -> Iterator[tuple[str, torch.Tensor]]:
-        """What has come since stays for the next time."""
-        total = Sum()
-        yield from total.over(self._received[sent.name])
-        total.check(sent.count, sent.checksum)
-        names = list(self._received)
-        if sent.name in names:  # else others have come since
+        """They are the caller's from now on, however many others come before it reads them. What has come since stays
+        for the next time."""
+        with self._lock:
+            if sent.name not in self._received:
+                wanted, *there = (f"{policy} {version}" for policy, version in [sent.name, *self._received])
+                raise RuntimeError(f"weights {wanted} are not here (any more); here are: {', '.join(there) or 'none'}")
+            names = list(self._received)
+            weights = self._received[sent.name]
             self._received = {name: self._received[name] for name in names[names.index(sent.name) + 1 :]}
+        return _whole(weights, sent)
+
+
+def _whole(weights: list[tuple[str, torch.Tensor]], sent: SentWeights) -> Iterator[tuple[str, torch.Tensor]]:
+    total = Sum()
+    yield from total.over(weights)
+    total.check(sent.count, sent.checksum)
 
 
 def backend(config: CheckpointEngineConfig) -> type[CheckpointEngine]:

@@ -123,8 +123,8 @@ class RolloutServer(ABC):
 
     async def update_weights(self, stored: StoredWeights | SentWeights, version: int) -> None:
         """Weights that were stored or received. Requests that run finish on the old ones and say so."""
+        weights, peft_config, base_sync_done = self.unpack(stored)  # at once: later ones may come while this one waits
         await self.start()
-        weights, peft_config, base_sync_done = self.unpack(stored)
         await asyncio.to_thread(self.engine.update_weights, weights, version, peft_config, base_sync_done)
         if peft_config is None or base_sync_done:
             self._has_weights.set()
