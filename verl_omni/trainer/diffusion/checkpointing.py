@@ -89,7 +89,7 @@ def write_data_state(checkpoint: Path, state: dict[str, Any], validation_due: bo
 
 def validation_is_due(checkpoint: Path) -> bool:
     """Whether the run ended before its step was validated, and nobody has done it since."""
-    due = json.loads((checkpoint / TRAINER).read_text()).get("validation_due", False)
+    due = read_object(checkpoint / TRAINER).get("validation_due", False)
     step = STEP.fullmatch(checkpoint.name)[1]
     return due and not (checkpoint.parent / "validation" / f"step_{step}" / "samples.jsonl").exists()
 
