@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM
 
-from faults import Fault, after_seconds, command, interrupted, is_running, signal_when
+from faults import Fault, after_seconds, command, interrupted, is_running, kill_when, signal_when
 from watch import Run, end_of
 
 
@@ -64,9 +64,10 @@ def processes_die() -> list[Fault]:
         died("training worker, SIGTERM in an update", order("update", "DiffusionWorker", SIGTERM), "run"),
         died("reward process, kill -9", order("rewards", "RewardLoopWorker", SIGKILL), "reward"),
         died("agent-loop process, kill -9", order("rollout", "DiffusionAgentLoopWorker", SIGKILL), "agent"),
-        # Early: a short run may end before Ray notices.
-        died("Ray's raylet, kill -9", order("loading", "raylet/raylet", SIGKILL, -1)),
-        died("Ray's server (GCS), kill -9", order("loading", "gcs_server", SIGKILL, -1)),
+        Fault(theme, "Ray's raylet, kill -9", order("rollout", "raylet/raylet", SIGKILL), says=("raylet", "SIGKILL"),
+              limit=30),
+        Fault(theme, "Ray's server (GCS), kill -9", order("rollout", "gcs_server", SIGKILL),
+              says=("gcs_server", "SIGKILL"), limit=30),
         died("training worker out of memory (no page more)", {"at": "update", "after": 1, "do": "starve"}),
         Fault(theme, "less free memory than Ray's monitor allows", says=("memory", "RAY_memory_usage_threshold"),
               env={"RAY_memory_usage_threshold": "0.01", "RAY_memory_monitor_refresh_ms": "100"}),
@@ -188,6 +189,14 @@ def checkpoints() -> list[Fault]:
     ]  # fmt: skip
 
 
+SLOW_AGENTS = """
+import sys, time
+
+if any(part.endswith("dashboard/agent.py") for part in sys.orig_argv):
+    time.sleep(20)
+"""
+
+
 def surroundings() -> list[Fault]:
     theme, hold = "Surroundings", {"at": "update", "after": 1, "do": "signal", "who": "none", "number": 0}
 
@@ -205,7 +214,14 @@ def surroundings() -> list[Fault]:
         other.seconds = time.time() - start
         return other
 
+    def slow_agents(folder: Path) -> None:
+        """Ray's raylet gives up after 15 s."""
+        (folder / "sitecustomize.py").write_text(SLOW_AGENTS)
+
     return [
+        Fault(theme, "Ray's agents take 20 s to start", given=slow_agents, ends="succeeds", says=None),
+        Fault(theme, "Ray's raylet is killed while it starts", outside=kill_when("raylet/raylet"), ends="succeeds",
+              says=None),
         Fault(theme, "a second run in the same folder", hold | {"then_wait": 60}, outside=second, ends="succeeds",
               says=("run",)),
         Fault(theme, "ray.address does not answer", arguments=("ray.address=127.0.0.1:1",), says=("ray.address",),

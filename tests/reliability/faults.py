@@ -235,6 +235,21 @@ def signal_when(number: int, ready_: Callable[[Path], bool], group: bool = False
     return act
 
 
+def kill_when(title: str) -> Callable[[Run, Path], None]:
+    """Kill the first process with that word in its command line as soon as there is one."""
+
+    def act(run: Run, folder: Path) -> None:
+        end = time.monotonic() + 120
+        while not (found := [pid for pid, line in processes(folder) if title in line]):
+            if run.process.poll() is not None or time.monotonic() > end:
+                return
+            time.sleep(0.02)
+        note(folder)
+        os.kill(found[0], signal.SIGKILL)
+
+    return act
+
+
 def note(folder: Path) -> None:
     """The fault happens now."""
     size = (folder / "log.txt").stat().st_size

@@ -7,17 +7,14 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 import urllib.parse
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 from verl.single_controller.ray.base import RayResourcePool, ResourcePoolManager
 
+from verl_omni.trainer.own_ray import Daemons, start_own_ray
 from verl_omni.utils import cpu_platform
 
 
@@ -93,58 +90,18 @@ def busy_at_once(config: DictConfig, here: int) -> int:
     return trainer.n_gpus_per_node + (rollout.n_gpus_per_node or 1) if overlap else here
 
 
-def start_ray(config: DictConfig) -> None:
+def start_ray(config: DictConfig) -> Daemons | None:
     """Connect to `ray.address`, or start a Ray of our own: on loopback, and closed to all who do not know its token."""
     import ray
 
     if config.ray.address is not None:
         ray.init(address=config.ray.address, **ray_arguments(config))
-        return
-    from ray._private import ray_constants
-
+        return None
     if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         # One for each run, and in no file: Ray would write its own below HOME. Its processes inherit it.
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     check_memory()
-    # Ray's switch for machines that are no part of a cluster. Its variable is read on import, which is too early.
-    with swapped(ray_constants, "ENABLE_RAY_CLUSTER", False), patient_start():
-        # "local": whatever RAY_ADDRESS says, and whatever else runs here.
-        ray.init(address="local", **ray_arguments(config))
-
-
-@contextmanager
-def patient_start(seconds: float = 180) -> Iterator[None]:
-    """Ray gives up on its own node after half a minute, which is too short for a busy machine or a slow disk."""
-    from ray._private import services
-
-    get_node = services.get_node
-
-    def wait_for_node(*arguments: str) -> dict:
-        began, told = time.monotonic(), False
-        while True:
-            try:
-                return get_node(*arguments)
-            except RuntimeError:  # it has not registered yet
-                if time.monotonic() > began + seconds:
-                    raise
-            if time.monotonic() > began + 30 and not told:
-                print(f"Ray takes long to start here: waiting for it, {seconds:.0f} s at most.", flush=True)
-                told = True
-            time.sleep(0.1)
-
-    with swapped(services, "get_node", wait_for_node):
-        yield
-
-
-@contextmanager
-def swapped(module: ModuleType, name: str, value: Any) -> Iterator[None]:
-    """Something else under a name of a module, for as long as it takes."""
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
+    return start_own_ray(ray_arguments(config))
 
 
 def check_memory() -> None:

@@ -155,15 +155,15 @@ def _run_on_ray(config: DictConfig, task_runner_class: Any, quiet: bool) -> None
         with in_one_line():
             if quiet:
                 keep_daemons_quiet()
-            if started:
-                start_ray(config)
+            daemons = start_ray(config) if started else None
             interrupts.listen()
-            if task_runner_class is not None:
-                ray.get(task_runner_class.remote().run.remote(config))
-            elif config.ray.address is not None:
-                run_on_cluster(config)
-            else:
-                TaskRunner().run(config)
+            with daemons.watched() if daemons else contextlib.nullcontext():
+                if task_runner_class is not None:
+                    ray.get(task_runner_class.remote().run.remote(config))
+                elif config.ray.address is not None:
+                    run_on_cluster(config)
+                else:
+                    TaskRunner().run(config)
             if config.ray.timeline_json_file:
                 ray.timeline(filename=config.ray.timeline_json_file)
         tell(over=0)

@@ -289,9 +289,10 @@ class BaseRayDiffusionTrainer(Sampling):
             if not trainer.val_only:
                 with contextlib.closing(PACES[trainer.mode](self)) as self.pace:
                     self._train(tracking)
-        except Exception:
-            save_what_is_whole(self)
-            report(self)
+        except (Exception, KeyboardInterrupt) as error:
+            if isinstance(error, Exception) or not stop_requested():  # nobody asked: there is no Ray any more
+                save_what_is_whole(self)
+                report(self)
             raise
         tracking.finish()
         written = report(self)

@@ -1,0 +1,133 @@
+"""A Ray that dies while it starts is started again, one that dies later ends the run at once: both with the cause."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+from ray._private import node, parameter, services
+
+from verl_omni.trainer import own_ray
+from verl_omni.trainer.own_ray import Daemons, RayDied, cause, start_own_ray
+from verl_omni.utils.errors import RunError
+
+# As a raylet writes it: Ray's address of the bug, the failed check, the reason; then a stack.
+LOG = (
+    "[2026-11-17 23:09:45,942 C 24752 24752] (raylet) node_manager.cc:3576:  An unexpected system state has occurred. "
+    "Check failed: statussetor3576.has_value() Timed out waiting for file {session}/metrics_agent_port_cb5\n"
+    "*** StackTrace Information ***\n/site-packages/ray/core/src/ray/raylet/raylet(+0x61fe4c) [0xaaaad036fe4c]\n"
+)
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """What stands for Ray: each start is a raylet that ends with the next exit code (None: it goes on)."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/raylet.err").write_text(LOG.format(session=tmp_path))
+    seen = SimpleNamespace(codes=[], commands=[], parameters=[], processes=[])
+
+    def start_process(command, process_type, **kwargs):
+        code = seen.codes.pop(0)
+        process = subprocess.Popen(["sleep", "600"] if code is None else ["sh", "-c", f"exit {code}"])
+        seen.commands.append(command)
+        seen.processes.append(process)
+        return SimpleNamespace(process=process)
+
+    def get_node(*args):
+        if seen.processes[-1].poll() is None and not seen.codes:
+            return {"node": 1}
+        raise RuntimeError("no node yet")
+
+    def init(arguments):
+        seen.parameters.append((parameter.RayParams, arguments, dict(os.environ)))
+        services.start_ray_process([f"--log_dir={tmp_path}/logs"], process_type="raylet", fate_share=False)
+        services.get_node("address", "id")
+
+    monkeypatch.setattr(services, "start_ray_process", start_process)
+    monkeypatch.setattr(services, "get_node", get_node)
+    monkeypatch.setattr(own_ray, "_init", init)
+    yield seen
+    for process in seen.processes:
+        process.kill()
+        process.wait()
+
+
+def test_a_raylet_that_gave_up_is_started_again_with_its_ports_chosen(started, capsys):
+    started.codes = [1, None]
+    start_own_ray({"num_cpus": 2})
+    (line,) = capsys.readouterr().out.splitlines()
+    pid = started.processes[0].pid
+    assert line.startswith(
+        f"Ray did not start: Ray's raylet (pid {pid}) ended with exit code 1: Timed out waiting for file "
+        "metrics_agent_port_cb5 ("
+    )
+    (first, arguments, limits), (second, more, _) = started.parameters
+    assert not first.keywords and arguments == {"num_cpus": 2}
+    names = {"metrics_agent_port", "dashboard_agent_listen_port", "runtime_env_agent_port"}
+    assert second.keywords.keys() == names and more.keys() == {"num_cpus", "_metrics_export_port"}
+    assert len({*second.keywords.values(), more["_metrics_export_port"]}) == 4
+    assert f"--dashboard_agent_listen_port={second.keywords['dashboard_agent_listen_port']}" in started.commands[1]
+    assert own_ray.LIMITS.items() <= limits.items()
+
+
+def test_it_is_not_started_for_ever(started):
+    started.codes = [1] * own_ray.STARTS + [None]
+    with pytest.raises(RunError, match=r"^Ray did not start in 3 attempts: Ray's raylet .* Timed out waiting for file"):
+        start_own_ray({})
+    assert started.codes == [None]
+
+
+def test_nothing_of_it_stays(started):
+    before = services.start_ray_process, services.get_node, node.wait_for_persisted_port, parameter.RayParams
+    started.codes = [1, None]
+    start_own_ray({})
+    assert before == (
+        services.start_ray_process, services.get_node, node.wait_for_persisted_port, parameter.RayParams
+    )  # fmt: skip
+    assert not own_ray.LIMITS.keys() & os.environ.keys()
+    assert started.processes[0].returncode == 1 and started.processes[1].poll() is None
+
+
+def test_one_that_lives_and_does_not_answer(started, monkeypatch):
+    monkeypatch.setattr(own_ray, "SECONDS", 0.0)
+    started.codes = [None, None]
+    with pytest.raises(RunError, match="^Ray did not start within 0 s: no node yet$"):
+        start_own_ray({})
+
+
+def test_the_names_that_it_exchanges_are_those_of_ray():
+    """Ray looks these up when it starts; another version may not."""
+    with open(services.__file__) as file:
+        source = file.read()
+    assert "process_info = start_ray_process(" in source and '"--metrics-agent-port={metrics_agent_port}"' in source
+    with open(node.__file__) as file:
+        source = file.read()
+    assert "ray._private.services.get_node(" in source and "= wait_for_persisted_port(" in source
+
+
+@pytest.mark.parametrize("log", ["", "[2026-11-17 23:09:45,942 I 1 1] (raylet) main.cc:1: All is well\n"])
+def test_without_a_cause_in_the_log(tmp_path, log):
+    (tmp_path / "raylet.out").write_text(log)
+    assert cause("raylet", [f"--log_dir={tmp_path}"]) == cause("raylet", ["--node=1"]) == ""
+
+
+def test_the_main_thread_is_told_wherever_it_waits():
+    daemons, gcs = Daemons(), subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    daemons.add("gcs_server", gcs, [])
+    with pytest.raises(RayDied, match=rf"^Ray's gcs_server \(pid {gcs.pid}\) was killed by SIGKILL during the \w+"):
+        with daemons.watched():
+            gcs.kill()
+            threading.Event().wait(60)
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+def test_an_end_that_is_wanted_is_no_death():
+    daemons, gcs = Daemons(), subprocess.Popen(["sleep", "600"])
+    daemons.add("gcs_server", gcs, [])
+    with daemons.watched():
+        pass
+    daemons.end()
+    assert gcs.returncode == -signal.SIGKILL
