@@ -106,6 +106,8 @@ BAD_ROWS = [
     (row(messages(5)), "the content of a message is a text or a list of parts, not 5"),
     (row("  "), "prompt is empty"),
     (row(messages("")), "prompt is empty"),
+    (row("x" * 2_000_000), "prompt has 2000000 letters: expected at most 100000"),
+    (row("a cat", negative_prompt="x" * 100_001), "negative_prompt has 100001 letters: expected at most 100000"),
     (row(negative_prompt=7), "negative_prompt: a prompt is a text"),
     (row(reward_model={"style": "rule"}), "reward_model has no ground_truth"),
     (row(reward_model="407"), "reward_model has no ground_truth"),

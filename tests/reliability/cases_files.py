@@ -62,6 +62,8 @@ def prompts() -> list[BadInput]:
         ("a text for extra_info", row(extra_info="x"), ("line 6", "extra_info")),
         ("an unknown agent loop", row(agent_name="bogus"), ("bogus", "diffusion_single_turn_agent")),
         ("a number for agent_name", row(agent_name=7), ("agent_name",)),
+        ("a prompt of 2 MB", row("x" * 2 * 2**20), ("line 6", "prompt has 2097152 letters")),
+        ("a negative prompt of 2 MB", row(negative_prompt="x" * 2 * 2**20), ("line 6", "negative_prompt")),
         ("a prompt that is too long", row("word " * 3000), ("max_sequence_length",)),
         ("a negative prompt that is too long", row(negative_prompt="word " * 3000), ("max_sequence_length",)),
     ]  # fmt: skip
@@ -115,6 +117,11 @@ def rewards() -> list[BadInput]:
         BadInput(theme, "an argument that it does not take",
                  (path + "r.py", "reward.custom_reward_function.reward_kwargs.scale=2"), ("scale",),
                  files={"r.py": one + "return 1.0\n"}),
+    ]  # fmt: skip
+    forever = "while True:\n    pass\n"
+    cases += [
+        BadInput(theme, "a module that is never imported to its end", ("reward.timeout=5",), ("reward.py", "5 s"),
+                 reward=forever),
     ]  # fmt: skip
     cases += [BadInput(theme, what, (), says, reward=source) for what, source, says in early]
     stop = ("reward.on_failure=stop",)  # else the image leaves, and several in a row end the run

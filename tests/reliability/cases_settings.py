@@ -25,6 +25,10 @@ def numbers() -> list[BadInput]:
         "algorithm.old_policy_update_interval=0", "trainer.total_epochs=0", "trainer.total_training_steps=0",
         "trainer.save_freq=-2", "trainer.log_val_images=-5", "trainer.max_ckpt_to_keep=0", "trainer.profile_step=99",
         "trainer.n_gpus_per_node=0", "ray.num_cpus=-1",
+        f"{A}rollout.n=1000000000", f"{A}rollout.val_kwargs.n=1000000000", f"{A}rollout.agent.num_workers=1000000",
+        f"{A}rollout.pipeline.height=1000000000", f"{A}rollout.pipeline.num_inference_steps=1000000000",
+        "trainer.total_training_steps=100000000000000000000", "trainer.total_epochs=100000000000000000000",
+        "reward.num_workers=1000000", "reward.timeout=1e300",
     ]  # fmt: skip
     cases = [BadInput("Numbers", setting.split(".", 1)[1] if setting.startswith(A) else setting, (setting,))
              for setting in alone]  # fmt: skip

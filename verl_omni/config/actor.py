@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from verl_omni.config.knob import MOST_SEED, knob, names_in
+from verl_omni.config.knob import MOST_NODES, MOST_PROMPTS, MOST_SEED, MOST_STEPS, MOST_TRIES, knob, names_in
 
 DTYPES = ("float32", "bfloat16")
 # A loss would have to be scaled, and the scale be found anew whenever it overflows.
@@ -46,15 +46,17 @@ class OptimizerConfig:
     lr_scheduler_type: str = knob(
         "constant", "how the learning rate goes on after the warm-up", choices=("constant", "linear", "cosine")
     )
-    lr_warmup_steps: int = knob(0, "optimizer steps of linear warm-up", least=0)
-    total_training_steps: int | None = knob(None, "optimizer steps of the schedule; null: those of the run", least=1)
+    lr_warmup_steps: int = knob(0, "optimizer steps of linear warm-up", least=0, most=MOST_STEPS)
+    total_training_steps: int | None = knob(
+        None, "optimizer steps of the schedule; null: those of the run", least=1, most=MOST_STEPS
+    )
 
 
 @dataclass
 class FSDPConfig:
     """FSDP2: gloo on CPUs, NCCL on GPUs."""
 
-    fsdp_size: int = knob(-1, "ranks in one shard group; -1: all", least=1, also=(-1,))
+    fsdp_size: int = knob(-1, "ranks in one shard group; -1: all", least=1, most=MOST_NODES, also=(-1,))
     reshard_after_forward: bool = knob(True, "free gathered weights after each block")
     dtype: str | None = knob(
         None,
@@ -101,11 +103,13 @@ class DiffusionActorConfig:
     strategy: str = knob(
         "fsdp2", "training engine", choices=names_in("verl_omni.workers.engine.registry", "strategies")
     )
-    ppo_mini_batch_size: int = knob(4, "prompts (each with its n images) in one optimizer step", least=1)
-    ppo_micro_batch_size_per_gpu: int = knob(
-        16, "(sample, step) pairs in one forward and backward: a memory knob only", least=1
+    ppo_mini_batch_size: int = knob(
+        4, "prompts (each with its n images) in one optimizer step", least=1, most=MOST_PROMPTS
     )
-    ppo_epochs: int = knob(1, "passes over one rollout", least=1)
+    ppo_micro_batch_size_per_gpu: int = knob(
+        16, "(sample, step) pairs in one forward and backward: a memory knob only", least=1, most=MOST_PROMPTS
+    )
+    ppo_epochs: int = knob(1, "passes over one rollout", least=1, most=MOST_TRIES)
     shuffle: bool = knob(False, "shuffle prompts between mini-batches")
     use_kl_loss: bool = knob(False, "add a KL term to the reference model")
     kl_loss_coef: float = knob(0.04, "weight of the KL term", least=0, needs="actor_rollout_ref.actor.use_kl_loss=true")
@@ -135,6 +139,6 @@ class DiffusionActorConfig:
 @dataclass
 class DiffusionRefConfig:
     log_prob_micro_batch_size_per_gpu: int | None = knob(
-        None, "pairs in one no-grad forward; null: the actor's", least=1
+        None, "pairs in one no-grad forward; null: the actor's", least=1, most=MOST_PROMPTS
     )
     param_offload: bool = knob(False, "full fine-tuning: keep the reference copy in CPU memory when it is not used")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from verl_omni.config.knob import knob, names_in
+from verl_omni.config.knob import MOST_DENOISING, MOST_STEPS, knob, names_in
 
 SERVERS = "actor_rollout_ref.hybrid_engine=false"  # the embedded engine leaves nothing to correct
 DIRECT_PREFERENCE = "algorithm.trainer_type=direct_preference"
@@ -78,7 +78,7 @@ class DiffusionAlgoConfig:
         needs=DIRECT_PREFERENCE,
     )
     old_policy_update_interval: int = knob(
-        1, "training steps between two updates of the old policy", least=1, needs=DIRECT_PREFERENCE
+        1, "training steps between two updates of the old policy", least=1, most=MOST_STEPS, needs=DIRECT_PREFERENCE
     )
     timestep_fraction: float | None = knob(
         1.0,
@@ -90,6 +90,7 @@ class DiffusionAlgoConfig:
         None,
         "noise levels that a sample is trained at in one update; null: timestep_fraction",
         least=1,
+        most=MOST_DENOISING,
         needs=DIRECT_PREFERENCE,
     )
     timestep_distribution: str | None = knob(

@@ -11,6 +11,17 @@ from verl_omni.utils.suggest import unknown
 
 # What every generator of random numbers takes.
 MOST_SEED = 2**32 - 1
+# Beyond these a number is a slip of the keyboard, not a setting.
+MOST_STEPS = 10**9  # of training, and whatever is counted in them
+MOST_PROMPTS = 10**6  # of a step, of a validation, in one pass
+MOST_IMAGES = 10**4  # of a prompt, in one forward, of a video
+MOST_DENOISING = 10**4
+MOST_SIDE = 2**14  # of an image in pixels, of a weight in columns
+MOST_TOKENS = 10**5
+MOST_PROCESSES = 1024  # on a node
+MOST_NODES = 10**4
+MOST_TRIES = 10**4
+MOST_SECONDS = 10**7  # four months
 
 
 @dataclass(frozen=True)

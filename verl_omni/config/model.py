@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from verl_omni.config.knob import knob
+from verl_omni.config.knob import MOST_SIDE, knob
 from verl_omni.config.rollout import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig
 from verl_omni.utils.json_files import read_object
 
@@ -23,8 +23,8 @@ class DiffusionModelConfig:
     load_format: str = knob(
         "auto", "auto (read the weights) or dummy (random weights of the folder's configs)", choices=("auto", "dummy")
     )
-    lora_rank: int = knob(0, "LoRA rank; 0 trains all weights of the transformer", least=0)
-    lora_alpha: int = knob(64, "LoRA alpha", least=1, needs=LORA)
+    lora_rank: int = knob(0, "LoRA rank; 0 trains all weights of the transformer", least=0, most=MOST_SIDE)
+    lora_alpha: int = knob(64, "LoRA alpha", least=1, most=MOST_SIDE, needs=LORA)
     target_modules: Any | None = knob(None, "LoRA target modules; null: the architecture's default", needs=LORA)
     # Others of peft's (pissa, olora, ...) change the frozen weights, which are the reference and what LoRA files add
     # themselves to.

@@ -4,7 +4,20 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from verl_omni.config.knob import MOST_SEED, knob, names_in
+from verl_omni.config.knob import (
+    MOST_DENOISING,
+    MOST_IMAGES,
+    MOST_NODES,
+    MOST_PROCESSES,
+    MOST_SECONDS,
+    MOST_SEED,
+    MOST_SIDE,
+    MOST_STEPS,
+    MOST_TOKENS,
+    MOST_TRIES,
+    knob,
+    names_in,
+)
 
 POLICY_GRADIENT = "algorithm.trainer_type=policy_gradient"
 SERVERS = "actor_rollout_ref.hybrid_engine=false"
@@ -15,10 +28,12 @@ HTTP = "actor_rollout_ref.rollout.http.port"
 class DiffusionPipelineConfig:
     """What one call of the generator does; the names are diffusers' own."""
 
-    height: int = knob(512, "image height in pixels, a multiple of the model's vae_scale_factor * 2", least=1)
-    width: int = knob(512, "image width in pixels, likewise", least=1)
-    num_frames: int | None = knob(None, "frames of a video; null for image models", least=1)
-    num_inference_steps: int = knob(10, "denoising steps of a training rollout", least=1)
+    height: int = knob(
+        512, "image height in pixels, a multiple of the model's vae_scale_factor * 2", least=1, most=MOST_SIDE
+    )
+    width: int = knob(512, "image width in pixels, likewise", least=1, most=MOST_SIDE)
+    num_frames: int | None = knob(None, "frames of a video; null for image models", least=1, most=MOST_IMAGES)
+    num_inference_steps: int = knob(10, "denoising steps of a training rollout", least=1, most=MOST_DENOISING)
     true_cfg_scale: float = knob(1.0, "true classifier-free guidance (Qwen-Image); 1 turns it off", least=1)
     guidance_scale: float | None = knob(None, "guidance of pipelines that call it so; null: theirs", least=0)
     guidance_scale_2: float | None = knob(
@@ -28,7 +43,10 @@ class DiffusionPipelineConfig:
         None, "negative prompt where the data has no `negative_prompt` column; null: as the model's pipeline has it"
     )
     max_sequence_length: int | None = knob(
-        None, "longest prompt in tokens; a longer one is an error; null: the limit of the model's pipeline", least=1
+        None,
+        "longest prompt in tokens; a longer one is an error; null: the limit of the model's pipeline",
+        least=1,
+        most=MOST_TOKENS,
     )
 
 
@@ -50,10 +68,18 @@ class DiffusionRolloutAlgoConfig:
         None, "noise level a (eta of dance_sde); 0 is the ODE, which only direct preference can train", least=0
     )
     sde_window_size: int | None = knob(
-        None, "how many steps are stochastic and trained; null: all but the last", least=1, needs=POLICY_GRADIENT
+        None,
+        "how many steps are stochastic and trained; null: all but the last",
+        least=1,
+        most=MOST_DENOISING,
+        needs=POLICY_GRADIENT,
     )
     sde_window_range: list[int] | None = knob(
-        None, "[lo, hi) within which a window lies; null: all but the last", least=0, needs=POLICY_GRADIENT
+        None,
+        "[lo, hi) within which a window lies; null: all but the last",
+        least=0,
+        most=MOST_DENOISING,
+        needs=POLICY_GRADIENT,
     )
     sde_window_schedule: str | None = knob(
         None,
@@ -62,10 +88,10 @@ class DiffusionRolloutAlgoConfig:
         needs=POLICY_GRADIENT,
     )
     sde_window_iters: int | None = knob(
-        None, "training steps between two moves of a moving window", least=1, needs=POLICY_GRADIENT
+        None, "training steps between two moves of a moving window", least=1, most=MOST_STEPS, needs=POLICY_GRADIENT
     )
     sde_window_stride: int | None = knob(
-        None, "denoising steps that a moving window moves by", least=1, needs=POLICY_GRADIENT
+        None, "denoising steps that a moving window moves by", least=1, most=MOST_DENOISING, needs=POLICY_GRADIENT
     )
     sde_window_per_group: bool | None = knob(
         None, "a random window is drawn for each prompt, not for each step", needs=POLICY_GRADIENT
@@ -78,7 +104,7 @@ class DiffusionValKwargs:
     """How validation samples: by default the ODE, one image a prompt, the same seeds every time."""
 
     pipeline: ValPipelineConfig = knob(ValPipelineConfig, "")
-    n: int = knob(1, "images a prompt in validation", least=1)
+    n: int = knob(1, "images a prompt in validation", least=1, most=MOST_IMAGES)
     noise_level: float = knob(0.0, "noise level in validation; 0 is the deterministic sampler", least=0)
     sde_type: str | None = knob(
         None,
@@ -90,7 +116,9 @@ class DiffusionValKwargs:
 
 @dataclass
 class AgentConfig:
-    num_workers: int = knob(1, "processes that turn prompts into requests and wait for images and rewards", least=1)
+    num_workers: int = knob(
+        1, "processes that turn prompts into requests and wait for images and rewards", least=1, most=MOST_PROCESSES
+    )
     default_agent_loop: str = knob("diffusion_single_turn_agent", "agent loop for rows without an `agent_name`")
 
 
@@ -102,7 +130,11 @@ class CheckpointEngineConfig:
         None, "null: through Ray's object store; gloo, nccl or another of verl's checkpoint engines", needs=SERVERS
     )
     update_weights_bucket_megabytes: int = knob(
-        256, "weights that are sent at a time", least=1, needs="actor_rollout_ref.rollout.checkpoint_engine.backend"
+        256,
+        "weights that are sent at a time",
+        least=1,
+        most=10**6,
+        needs="actor_rollout_ref.rollout.checkpoint_engine.backend",
     )
     engine_kwargs: dict[str, Any] = knob(
         {}, "further arguments of that engine", needs="actor_rollout_ref.rollout.checkpoint_engine.backend"
@@ -123,12 +155,17 @@ class HttpConfig:
     host: str = knob("127.0.0.1", "where they listen; beyond this machine only with token_file", needs=HTTP)
     token_file: str | None = knob(None, "file with the token that must be sent to them; null: none", needs=HTTP)
     max_pixels: int | None = knob(
-        None, "most pixels of an image; null: those of the run's own images, training's or validation's", least=1,
+        None,
+        "most pixels of an image; null: those of the run's own images, training's or validation's",
+        least=1,
+        most=MOST_SIDE**2,
         needs=HTTP,
-    )  # fmt: skip
-    max_images: int = knob(4, "most images of a request; never more than max_num_seqs", least=1, needs=HTTP)
-    max_connections: int = knob(128, "most open connections of a server", least=1, needs=HTTP)
-    max_connections_per_address: int = knob(64, "most of them from one machine", least=1, needs=HTTP)
+    )
+    max_images: int = knob(
+        4, "most images of a request; never more than max_num_seqs", least=1, most=MOST_IMAGES, needs=HTTP
+    )
+    max_connections: int = knob(128, "most open connections of a server", least=1, most=MOST_TRIES, needs=HTTP)
+    max_connections_per_address: int = knob(64, "most of them from one machine", least=1, most=MOST_TRIES, needs=HTTP)
 
 
 @dataclass
@@ -139,18 +176,25 @@ class DiffusionRolloutConfig:
         choices=("diffusers", "vllm_omni"),
     )
     n_gpus_per_node: int | None = knob(
-        None, "hybrid_engine=false: rollout servers on each node, a device each (on a CPU: processes); null: 1", least=1
+        None,
+        "hybrid_engine=false: rollout servers on each node, a device each (on a CPU: processes); null: 1",
+        least=1,
+        most=MOST_PROCESSES,
     )
-    nnodes: int | None = knob(None, "hybrid_engine=false: nodes with rollout servers; null: 1", least=1)
+    nnodes: int | None = knob(
+        None, "hybrid_engine=false: nodes with rollout servers; null: 1", least=1, most=MOST_NODES
+    )
     server_restarts: int = knob(
-        3, "how often each rollout server that has died is started again", least=0, needs=SERVERS
+        3, "how often each rollout server that has died is started again", least=0, most=MOST_TRIES, needs=SERVERS
     )
     checkpoint_engine: CheckpointEngineConfig = knob(CheckpointEngineConfig, "")
     http: HttpConfig = knob(HttpConfig, "")
-    n: int = knob(16, "images a prompt: the group that is compared", least=1)
+    n: int = knob(16, "images a prompt: the group that is compared", least=1, most=MOST_IMAGES)
     seed: int = knob(0, "seed of the training rollouts", least=0, most=MOST_SEED)
-    max_num_seqs: int = knob(32, "requests in one forward", least=1)
-    request_batch_max_wait_ms: float = knob(20.0, "how long a batch that is not full waits for more requests", least=0)
+    max_num_seqs: int = knob(32, "requests in one forward", least=1, most=MOST_IMAGES)
+    request_batch_max_wait_ms: float = knob(
+        20.0, "how long a batch that is not full waits for more requests", least=0, most=MOST_SECONDS
+    )
     cfg_in_one_forward: bool = knob(
         True, "under CFG, both halves of a step in one forward (of twice max_num_seqs rows), where their shapes agree"
     )

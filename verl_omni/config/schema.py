@@ -11,7 +11,18 @@ from verl_omni.config import (
     DiffusionRolloutConfig,
 )
 from verl_omni.config.algorithm import DiffusionAlgoConfig
-from verl_omni.config.knob import MOST_SEED, knob, names_in
+from verl_omni.config.knob import (
+    MOST_IMAGES,
+    MOST_NODES,
+    MOST_PROCESSES,
+    MOST_PROMPTS,
+    MOST_SECONDS,
+    MOST_SEED,
+    MOST_STEPS,
+    MOST_TRIES,
+    knob,
+    names_in,
+)
 
 SERVED = "reward.reward_model.enable=true"
 
@@ -22,9 +33,11 @@ class DataConfig:
         None, "parquet, JSONL or text file(s) of training prompts, or a folder of images with captions"
     )
     val_files: Any = knob(None, "file(s) of validation prompts; null: no validation")
-    train_batch_size: int = knob(8, "prompts a training step", least=1)
-    val_batch_size: int | None = knob(None, "prompts at once in validation; null: all", least=1)
-    val_max_samples: int = knob(-1, "validate on the first so many prompts; -1: all", least=1, also=(-1,))
+    train_batch_size: int = knob(8, "prompts a training step", least=1, most=MOST_PROMPTS)
+    val_batch_size: int | None = knob(None, "prompts at once in validation; null: all", least=1, most=MOST_PROMPTS)
+    val_max_samples: int = knob(
+        -1, "validate on the first so many prompts; -1: all", least=1, most=MOST_PROMPTS, also=(-1,)
+    )
     shuffle: bool = knob(True, "shuffle the training prompts every epoch")
     seed: int = knob(0, "seed of the shuffling", least=0, most=MOST_SEED)
 
@@ -79,31 +92,40 @@ class RewardModelConfig:
     enable: bool = knob(False, "start a server of a vision-language model, which rewards of vlm_judge then ask")
     enable_resource_pool: bool = knob(False, "on GPUs of its own, as beside a training on GPUs", needs=SERVED)
     n_gpus_per_node: int = knob(
-        0, "GPUs of each server", least=0, needs="reward.reward_model.enable_resource_pool=true"
+        0, "GPUs of each server", least=0, most=MOST_PROCESSES, needs="reward.reward_model.enable_resource_pool=true"
     )
-    nnodes: int = knob(1, "servers; they share the work", least=1, needs=SERVED)
+    nnodes: int = knob(1, "servers; they share the work", least=1, most=MOST_NODES, needs=SERVED)
     model_path: str | None = knob(None, "the model's folder", needs=SERVED)
     command: str = knob(
         "vllm serve {model} --host {host} --port {port} --tensor-parallel-size {gpus}",
         "starts a server of OpenAI's chat completions with a page /health",
         needs=SERVED,
     )
-    start_timeout: float = knob(900.0, "seconds until it answers; it loads the model first", above=0, needs=SERVED)
+    start_timeout: float = knob(
+        900.0, "seconds until it answers; it loads the model first", above=0, most=MOST_SECONDS, needs=SERVED
+    )
 
 
 @dataclass
 class RewardConfig:
-    num_workers: int = knob(1, "processes that compute rewards", least=1)
-    batch_size: int = knob(8, "images in one call of a function that takes `images`", least=1)
-    timeout: float = knob(600.0, "seconds that one call of a reward may take; after that it has failed", above=0)
-    retries: int = knob(2, "times that a reward is asked again for an image after it failed", least=0)
+    num_workers: int = knob(1, "processes that compute rewards", least=1, most=MOST_PROCESSES)
+    batch_size: int = knob(8, "images in one call of a function that takes `images`", least=1, most=MOST_IMAGES)
+    timeout: float = knob(
+        600.0,
+        "seconds that one call of a reward may take, and the import of your file; after that it has failed",
+        above=0,
+        most=MOST_SECONDS,
+    )
+    retries: int = knob(2, "times that a reward is asked again for an image after it failed", least=0, most=MOST_TRIES)
     on_failure: str = knob(
         "drop",
         "what happens to an image whose reward failed for good: drop (it leaves its group, the others are learned "
         "from; counted in reward/failed) or stop (the run ends)",
         choices=("drop", "stop"),
     )
-    max_failures: int = knob(3, "prompts in a row whose reward fails end the run, with its own message", least=1)
+    max_failures: int = knob(
+        3, "prompts in a row whose reward fails end the run, with its own message", least=1, most=MOST_TRIES
+    )
     scorers: Any = knob(
         None,
         "the rewards to add up, [{name: ocr, weight: 1}, {name: pickscore, weight: 0.3}], or settings of those that "
@@ -137,6 +159,7 @@ class TrainerConfig:
         None,
         "training steps that samples may be behind; 0 draws in turn; null: 1 (one_step_off), 2 (fully_async)",
         least=0,
+        most=MOST_TRIES,
         needs="trainer.mode=one_step_off or fully_async",
     )
     stale_groups: str = knob(
@@ -150,16 +173,19 @@ class TrainerConfig:
         "folder of a fully_async run: train on what it was trained on, drawn by weights of the same versions",
         needs="trainer.mode=fully_async",
     )
-    total_epochs: int = knob(1, "passes over the training prompts", least=1)
-    total_training_steps: int | None = knob(None, "training steps; null: total_epochs", least=1)
+    total_epochs: int = knob(1, "passes over the training prompts", least=1, most=MOST_STEPS)
+    total_training_steps: int | None = knob(None, "training steps; null: total_epochs", least=1, most=MOST_STEPS)
     val_before_train: bool = knob(True, "validate before the first step")
     val_only: bool = knob(False, "validate and stop")
-    test_freq: int = knob(-1, "steps between validations; -1: only at the end; 0: never", least=-1)
-    save_freq: int = knob(-1, "steps between checkpoints; -1: only at the end; 0: never", least=-1)
+    test_freq: int = knob(-1, "steps between validations; -1: only at the end; 0: never", least=-1, most=MOST_STEPS)
+    save_freq: int = knob(-1, "steps between checkpoints; -1: only at the end; 0: never", least=-1, most=MOST_STEPS)
     save_minutes: float = knob(
-        15.0, "minutes after which a step is saved too; the next checkpoint replaces it; 0: never", least=0
+        15.0,
+        "minutes after which a step is saved too; the next checkpoint replaces it; 0: never",
+        least=0,
+        most=MOST_SECONDS,
     )
-    max_ckpt_to_keep: int | None = knob(None, "older checkpoints are deleted; null: keep all", least=1)
+    max_ckpt_to_keep: int | None = knob(None, "older checkpoints are deleted; null: keep all", least=1, most=MOST_STEPS)
     resume_mode: str = knob(
         "auto",
         "auto (go on from the folder's latest checkpoint), auto_previous (where that is damaged, from the one before), "
@@ -174,19 +200,20 @@ class TrainerConfig:
         "refuse or allow to go on from a checkpoint of a run with another algorithm, model, data, reward, ...",
         choices=("refuse", "allow"),
     )
-    log_val_images: int = knob(64, "validation images written to disk each time; -1: all", least=-1)
+    log_val_images: int = knob(64, "validation images written to disk each time; -1: all", least=-1, most=MOST_PROMPTS)
     log_train_groups: int = knob(
         8,
         "prompts of a training step whose best and worst image are kept, at the first step and at those that are "
         "validated; 0: none",
         least=0,
+        most=MOST_PROMPTS,
     )
-    nnodes: int = knob(1, "machines", least=1)
-    n_gpus_per_node: int = knob(1, "devices on each (on a CPU: worker processes)", least=1)
+    nnodes: int = knob(1, "machines", least=1, most=MOST_NODES)
+    n_gpus_per_node: int = knob(1, "devices on each (on a CPU: worker processes)", least=1, most=MOST_PROCESSES)
     device: str | None = knob(None, "cpu or cuda; null: a GPU if there is one", choices=("cpu", "cuda"))
     seed: int = knob(0, "seed of what the trainer draws", least=0, most=MOST_SEED)
     profile_step: int | None = knob(
-        None, "write a torch profile of this step (1 is the first) to the run's folder", least=1
+        None, "write a torch profile of this step (1 is the first) to the run's folder", least=1, most=MOST_STEPS
     )
 
 
@@ -194,13 +221,15 @@ class TrainerConfig:
 class RolloutPoolConfig:
     """Short names of the settings of rollout servers."""
 
-    n_gpus_per_node: int | None = knob(None, "the same as actor_rollout_ref.rollout.n_gpus_per_node", least=1)
-    nnodes: int | None = knob(None, "the same as actor_rollout_ref.rollout.nnodes", least=1)
+    n_gpus_per_node: int | None = knob(
+        None, "the same as actor_rollout_ref.rollout.n_gpus_per_node", least=1, most=MOST_PROCESSES
+    )
+    nnodes: int | None = knob(None, "the same as actor_rollout_ref.rollout.nnodes", least=1, most=MOST_NODES)
 
 
 @dataclass
 class RayConfig:
-    num_cpus: int | None = knob(None, "CPUs that Ray may count on; null: all", least=1)
+    num_cpus: int | None = knob(None, "CPUs that Ray may count on; null: all", least=1, most=MOST_NODES)
     address: str | None = knob(None, "a running Ray cluster; null: start one here")
     timeline_json_file: str | None = knob(None, "write Ray's timeline here")
 

@@ -24,6 +24,7 @@ NO_SOURCE = "prompts"  # the data_source of rows that have none: in the names of
 SIZES = ("height", "width", "num_frames")
 FIELDS = ("data_source", "reward_model", "negative_prompt", "images", "agent_name", "extra_info", *SIZES)
 FROM = ("data_source", "reward_model", "ground_truth")  # what a row's reward is chosen and told by
+MOST_LETTERS = 100_000  # of a prompt: no text encoder reads as many, and a tokenizer takes its time
 MESSAGES = '[{"role": "user", "content": "..."}]'
 
 
@@ -133,6 +134,8 @@ def _check(row: dict, prompt_key: str, where: str, columns: Sequence[str]) -> No
             text = user_text(row[column] if row[column] is not None else "")
         except ValueError as error:
             raise ValueError(f"{where}: {column}: {error}") from None
+        if len(text) > MOST_LETTERS:
+            raise ValueError(f"{where}: {column} has {len(text)} letters: expected at most {MOST_LETTERS}")
         if column == prompt_key and not text.strip():
             raise ValueError(f"{where}: {prompt_key} is empty")
     named = "reward_model" in columns

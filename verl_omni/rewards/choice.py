@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from verl_omni.config.knob import MOST_PROCESSES
 from verl_omni.utils.suggest import unknown
 
 OWN = "custom_reward_function"  # the user's function as one reward of several
@@ -92,8 +93,9 @@ def _read(entry: dict[str, Any]) -> Choice:
             )
         gate = Gate(gate["by"], *map(float, numbers))
     processes, gpus = entry.pop("processes", 0), entry.pop("gpus", 0)
-    if type(processes) is not int or processes < 0:
-        raise ValueError(f"{where}.processes={processes!r}: expected a whole number, 0 or more")
+    if type(processes) is not int or not 0 <= processes <= MOST_PROCESSES:
+        expected = f"expected a whole number, 0 or more, at most {MOST_PROCESSES}"
+        raise ValueError(f"{where}.processes={processes!r}: {expected}")
     if not _is_number(gpus) or gpus < 0:
         raise ValueError(f"{where}.gpus={gpus!r}: expected a number, 0 or more")
     if gpus and not processes:

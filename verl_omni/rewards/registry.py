@@ -150,15 +150,16 @@ def check_settings(name: str, settings: Mapping[str, Any], label: str | None = N
             raise ValueError(f'the reward "{name}" needs reward.scorers.{label}.{key}')
 
 
-def _check_value(where: str, value: Any, kind: Any) -> None:
-    allowed = Range()
+ANY = Range()
+
+
+def _check_value(where: str, value: Any, kind: Any, allowed: Range = ANY) -> None:
     if get_origin(kind) is Annotated:
         kind, *notes = get_args(kind)
-        allowed = next((note for note in notes if isinstance(note, Range)), allowed)
-    if type(None) in get_args(kind):  # `str | None`
-        if value is None:
-            return
+        return _check_value(where, value, kind, next((note for note in notes if isinstance(note, Range)), allowed))
+    if type(None) in get_args(kind):  # `str | None`, with a range inside or outside
         (kind,) = (k for k in get_args(kind) if k is not type(None))
+        return None if value is None else _check_value(where, value, kind, allowed)
     if get_origin(kind) is Literal:
         kind, allowed = str, Range(choices=get_args(kind))
     if kind in (int, float, str, bool):

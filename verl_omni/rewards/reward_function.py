@@ -16,6 +16,7 @@ import torch
 from verl_omni.utils.errors import RunError
 from verl_omni.utils.pictures import as_pil
 from verl_omni.utils.suggest import unknown
+from verl_omni.utils.time_limit import SECONDS, TookTooLong, time_limit
 
 # What a function may ask for by the name of its parameter: for one image, and (plural) for a batch.
 SINGLE = ("data_source", "solution_image", "image", "prompt", "ground_truth", "extra_info")
@@ -70,16 +71,24 @@ class RewardFunction:
                 raise ValueError(f"reward function {name}: {unknown('reward_kwargs', n, self.wanted)}")
 
     @classmethod
-    def load(cls, path: str, name: str, kwargs: dict[str, Any] | None = None) -> "RewardFunction":
-        """From a Python file. Errors are one line in the user's words."""
+    def load(
+        cls, path: str, name: str, kwargs: dict[str, Any] | None = None, timeout: float = SECONDS
+    ) -> "RewardFunction":
+        """From a Python file, which is imported within `timeout` seconds. Errors are one line in the user's words."""
         from verl.utils.import_utils import load_module
 
         if not os.path.isfile(os.path.expanduser(path)) and not path.startswith("pkg://"):
             raise FileNotFoundError(f'reward.custom_reward_function.path="{path}": there is no such file')
         try:
-            module = load_module(os.path.expanduser(path))
+            with time_limit(timeout):
+                module = load_module(os.path.expanduser(path))
         except (Exception, SystemExit) as error:
             cause = error.__cause__ or error
+            if isinstance(cause, TookTooLong):
+                raise ValueError(
+                    f'reward.custom_reward_function.path="{path}" is still being imported after {timeout:g} s: '
+                    "mend it, or raise reward.timeout"
+                ) from error
             raise ValueError(
                 f'reward.custom_reward_function.path="{path}" cannot be imported: {type(cause).__name__}: {cause}'
             ) from error

@@ -26,7 +26,8 @@ def load_custom_reward_function(reward_config: DictConfig) -> RewardFunction | N
     custom = reward_config.custom_reward_function
     if not custom.path:
         return None
-    return RewardFunction.load(custom.path, custom.name, OmegaConf.to_object(custom.reward_kwargs))
+    kwargs = OmegaConf.to_object(custom.reward_kwargs)
+    return RewardFunction.load(custom.path, custom.name, kwargs, reward_config.timeout)
 
 
 class RewardLoopWorker(VerlRewardLoopWorker):

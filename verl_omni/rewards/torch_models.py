@@ -4,7 +4,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from verl_omni.config.knob import Range
+from verl_omni.config.knob import MOST_IMAGES, Range
 from verl_omni.rewards.images import pictures_of
 from verl_omni.utils.errors import RunError
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-BatchSize = Annotated[int, Range(least=1)]
-Frames = Annotated[int | None, Range(least=1)]
+BatchSize = Annotated[int, Range(least=1, most=MOST_IMAGES)]
+Frames = Annotated[int | None, Range(least=1, most=MOST_IMAGES)]
 
 
 class ModelScorer:

@@ -5,13 +5,15 @@ import sys
 from typing import Any
 
 from verl_omni.utils.registry import registrations
+from verl_omni.utils.time_limit import time_limit
 
 
 def import_external_lib(names: Any, setting: str = "actor_rollout_ref.model.external_lib") -> None:
     """`names`: null, one dotted module name, or several (a list, or separated by commas), as `setting` gives them."""
     for name in module_names(names):
         try:
-            importlib.import_module(name)
+            with time_limit():
+                importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name != name.split(".")[0] and error.name != name:
                 raise

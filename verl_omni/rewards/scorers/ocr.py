@@ -8,7 +8,7 @@ from itertools import groupby, islice
 from statistics import fmean
 from typing import Annotated, Any, Literal, get_args
 
-from verl_omni.config.knob import Range
+from verl_omni.config.knob import MOST_IMAGES, MOST_PROCESSES, Range
 from verl_omni.rewards.images import frames_of
 from verl_omni.rewards.registry import register_reward
 from verl_omni.rewards.text_reader import read_text, recogniser_file
@@ -25,8 +25,8 @@ class Readable(Range):
 
 Matching = Literal["words", "exact", "contains", "everything"]
 OverFrames = Literal["mean", "best", "worst"]
-Threads = Annotated[int, Range(least=1)]
-FrameStep = Annotated[int, Range(least=1)]
+Threads = Annotated[int, Range(least=1, most=MOST_PROCESSES)]
+FrameStep = Annotated[int, Range(least=1, most=MOST_IMAGES)]
 Language = Annotated[str, Readable()]
 
 # A recogniser drops spaces here and there ("EST.1987"), but hardly between two letters. Han and kana need none.

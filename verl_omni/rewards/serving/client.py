@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
-from verl_omni.config.knob import Range
+from verl_omni.config.knob import MOST_SECONDS, MOST_TOKENS, MOST_TRIES, Range
 from verl_omni.rewards.serving.replica import Replica
 from verl_omni.utils.errors import RunError
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import aiohttp
 
 T = TypeVar("T")
-Seconds = Annotated[float, Range(above=0)]
-Count = Annotated[int, Range(least=1)]
-Retries = Annotated[int, Range(least=0)]
+Seconds = Annotated[float, Range(above=0, most=MOST_SECONDS)]
+Count = Annotated[int, Range(least=1, most=MOST_TOKENS)]
+Retries = Annotated[int, Range(least=0, most=MOST_TRIES)]
 
 # Seconds between tries: twice as many each time.
 FIRST_PAUSE, LONGEST_PAUSE, LONGEST_WAIT = 0.5, 30.0, 4.0

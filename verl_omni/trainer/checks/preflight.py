@@ -139,6 +139,8 @@ def check_reward_manager(config: DictConfig) -> None:
     from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
     from verl.trainer.ppo.reward import resolve_reward_manager_cls
 
+    from verl_omni.utils.time_limit import time_limit
+
     manager = config.reward.reward_manager
     if manager.source == "register":
         known = [name for name, cls in REWARD_MANAGER.items() if not cls.__module__.startswith("verl.")]
@@ -148,7 +150,8 @@ def check_reward_manager(config: DictConfig) -> None:
     if not manager.module.path:
         raise ValueError("reward.reward_manager.source=importlib needs reward.reward_manager.module.path=<file.py>")
     try:
-        resolve_reward_manager_cls(config)
+        with time_limit(config.reward.timeout):
+            resolve_reward_manager_cls(config)
     except Exception as error:
         raise ValueError(
             f'reward.reward_manager.module.path="{manager.module.path}" gives no class "{manager.name}" '

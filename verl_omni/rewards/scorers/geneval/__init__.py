@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from verl_omni.config.knob import Range
+from verl_omni.config.knob import MOST_IMAGES, Range
 from verl_omni.rewards.images import frames_of, to_rgb_array
 from verl_omni.rewards.registry import register_reward
 from verl_omni.rewards.scorers.geneval.accuracy import accuracy, accuracy_of
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["GenEval", "accuracy", "accuracy_of", "look"]
 
 Share = Annotated[float, Range(least=0, most=1)]
-Count = Annotated[int, Range(least=1)]
+Count = Annotated[int, Range(least=1, most=MOST_IMAGES)]
 
 
 @register_reward("geneval")
