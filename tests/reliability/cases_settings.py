@@ -54,6 +54,10 @@ def numbers() -> list[BadInput]:
         BadInput("Numbers", "3 prompts in steps of 2", ("data.train_batch_size=3", f"{A}actor.ppo_mini_batch_size=2"),
                  ("train_batch_size=3", "ppo_mini_batch_size=2")),
         BadInput("Numbers", "4 images on 3 devices", ("trainer.n_gpus_per_node=3",), ("3 devices",)),
+        BadInput("Numbers", "more processes than Ray has CPUs", ("trainer.mode=separate", "ray.num_cpus=1"),
+                 ("training 1", "rollout servers 1", "1 node with 1 CPU"), early=False),
+        BadInput("Numbers", "servers on more nodes than there are", ("trainer.mode=separate", "rollout.nnodes=2"),
+                 ("training 1", "rollout servers 1 on each of 2 nodes", "Ray has 1 node"), early=False),
         BadInput("Numbers", "more prompts a step than there are", ("data.train_batch_size=12",),
                  ("train_batch_size=12", "6 prompts")),
     ]  # fmt: skip

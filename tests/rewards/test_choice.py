@@ -102,6 +102,7 @@ BAD = {
     "the sum's own name": ([{"name": "ocr", "label": "score"}], 'the label "score" is that of the sum'),
     "processes": ([{"name": "ocr", "processes": -1}], "expected a whole number, 0 or more"),
     "gpus": ([{"name": "ocr", "gpus": 1}], "no effect without reward.scorers.ocr.processes"),
+    "gpus and a half": ([{"name": "ocr", "processes": 1, "gpus": 1.5}], "expected a part of one GPU, such as 0.5"),
 }  # fmt: skip
 
 

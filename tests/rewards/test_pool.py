@@ -9,7 +9,7 @@ import ray
 from PIL import Image
 
 from verl_omni.rewards.choice import read_choices
-from verl_omni.rewards.pool import ScorerPool, start_pools
+from verl_omni.rewards.pool import ScorerPool, scorer_pool, start_pools
 
 SCORERS = """
 import os
@@ -44,7 +44,9 @@ def pools(tmp_path_factory):
         {"name": "pool_bright", "processes": 2, "level": 2.0}, {"name": "pool_short", "processes": 1, "level": 3.0},
         {"name": "pool_bright", "label": "broken", "processes": 1, "level": -1.0},
     ])  # fmt: skip
-    yield {label: ScorerPool(processes) for label, processes in start_pools(chosen, "pool_scorers").items()}
+    places = {scorer_pool(label): [{"num_cpus": 0}] * choice.processes for label, choice in chosen.items()}
+    started = start_pools(chosen, "pool_scorers", places.get)
+    yield {label: ScorerPool(processes) for label, processes in started.items()}
     ray.shutdown()
 
 
@@ -66,11 +68,6 @@ def test_it_is_loaded_once(pools, monkeypatch):
     pools["pool_bright"].load()
     monkeypatch.setattr(ray, "get", lambda reference: pytest.fail("it asks"))
     pools["pool_bright"].load()
-
-
-def test_gpus_that_are_not_there_are_refused(pools):
-    with pytest.raises(ValueError, match="asks for 2 GPUs .processes x gpus., and 0 are left"):
-        start_pools(read_choices([{"name": "pool_bright", "processes": 2, "gpus": 1}]), None)
 
 
 def test_what_it_raises_is_its_own(pools):

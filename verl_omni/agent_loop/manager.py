@@ -38,7 +38,7 @@ class DiffusionAgentLoopManager:
         self.any_server = not config.actor_rollout_ref.hybrid_engine
         self.workers = workers
         if workers is None:
-            worker = ray.remote(DiffusionAgentLoopWorker)
+            worker = ray.remote(num_cpus=0)(DiffusionAgentLoopWorker)
             self.workers = [
                 worker.options(name=f"diffusion_agent_loop_{i}_{uuid.uuid4().hex[:6]}").remote(
                     config, server_handles, reward_loop_worker_handles

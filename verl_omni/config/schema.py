@@ -231,6 +231,9 @@ class RolloutPoolConfig:
 class RayConfig:
     num_cpus: int | None = knob(None, "CPUs that Ray may count on; null: all", least=1, most=MOST_NODES)
     address: str | None = knob(None, "a running Ray cluster; null: start one here")
+    placement_timeout: float = knob(
+        300.0, "seconds to wait for CPUs and GPUs that Ray has, while others hold them", above=0, most=MOST_SECONDS
+    )
     timeline_json_file: str | None = knob(None, "write Ray's timeline here")
 
 

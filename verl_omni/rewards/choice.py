@@ -98,6 +98,8 @@ def _read(entry: dict[str, Any]) -> Choice:
         raise ValueError(f"{where}.processes={processes!r}: {expected}")
     if not _is_number(gpus) or gpus < 0:
         raise ValueError(f"{where}.gpus={gpus!r}: expected a number, 0 or more")
+    if gpus > 1 and gpus != int(gpus):
+        raise ValueError(f"{where}.gpus={gpus}: expected a part of one GPU, such as 0.5, or a whole number of them")
     if gpus and not processes:
         raise ValueError(f"{where}.gpus={gpus} has no effect without {where}.processes=1 or more")
     weight = None if weight is None else float(weight)

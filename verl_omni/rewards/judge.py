@@ -19,6 +19,7 @@ from verl_omni.config.schema import RewardModelConfig
 from verl_omni.rewards.choice import Choice
 from verl_omni.utils.errors import RunError
 
+JUDGE = "judge"  # what its servers are called where devices are dealt out
 MOST_RESTARTS = 3  # of a server that dies; then the rewards fail, with the reason that its clients see
 LOG = "reward_model_{number}.log"
 
@@ -116,17 +117,29 @@ def _answers(url: str) -> bool:
         return False
 
 
-def start_judges(config: RewardModelConfig, run_dir: str) -> tuple[list[Any], str]:
-    """(the servers, one on each of `nnodes` with `n_gpus_per_node` devices; their addresses, separated by commas)."""
-    server = ray.remote(JudgeServer).options(
-        num_cpus=0, num_gpus=config.n_gpus_per_node, scheduling_strategy="SPREAD"
-    )
+def start_judges(
+    config: RewardModelConfig, run_dir: str, places: list[dict[str, Any]], patience: float
+) -> tuple[list[Any], str]:
+    """(the servers, one in each of these places; their addresses, separated by commas).
+
+    Ray may take `patience` seconds more for their processes than they themselves may take for their answer.
+    """
+    server = ray.remote(JudgeServer)
     log = os.path.join(os.path.abspath(os.path.expanduser(run_dir)), LOG)
     servers = [
-        server.remote(config.command, config.model_path, config.n_gpus_per_node, log.format(number=i))
-        for i in range(max(1, config.nnodes))
+        server.options(**place).remote(config.command, config.model_path, config.n_gpus_per_node, log.format(number=i))
+        for i, place in enumerate(places)
     ]
-    return servers, ",".join(ray.get([s.start.remote(config.start_timeout) for s in servers]))
+    starting = [server.start.remote(config.start_timeout) for server in servers]
+    try:
+        return servers, ",".join(ray.get(starting, timeout=config.start_timeout + patience))
+    except ray.exceptions.GetTimeoutError as error:
+        late = [i for i, start in enumerate(starting) if not ray.wait([start], timeout=0)[0]]
+        raise RunError(
+            f"Ray has started no process for judge {', '.join(map(str, late))} of {len(servers)} within "
+            f"{config.start_timeout + patience:g} s (reward.reward_model.start_timeout and ray.placement_timeout): "
+            "look at `ray status`"
+        ) from error
 
 
 def with_judge(choices: Mapping[str, Choice], address: str, model: str) -> dict[str, Choice]:

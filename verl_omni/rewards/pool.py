@@ -3,7 +3,7 @@
 import inspect
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -11,6 +11,8 @@ import ray
 from verl_omni.rewards.choice import Choice
 from verl_omni.rewards.registry import Scores, get_reward_fn
 from verl_omni.utils.external_lib import import_external_lib
+
+Places = Callable[[str], list[dict[str, Any]]]  # name of a pool -> for each of its processes, Ray's options
 
 
 class ScorerProcess:
@@ -62,22 +64,18 @@ class ScorerPool:
             self._free.put(process)
 
 
-def start_pools(choices: Mapping[str, Choice], external_lib: Any) -> dict[str, list[Any]]:
+def scorer_pool(label: str) -> str:
+    """What the processes of a reward are called where devices are dealt out."""
+    return f"scorer {label}"
+
+
+def start_pools(choices: Mapping[str, Choice], external_lib: Any, places: Places) -> dict[str, list[Any]]:
     """Label -> processes of the rewards that want some. One that dies is started again by Ray."""
-    wanted = sum(choice.processes * choice.gpus for choice in choices.values())
-    free = ray.available_resources().get("GPU", 0.0) if wanted else 0.0
-    if wanted > free:
-        raise ValueError(
-            f"reward.scorers asks for {wanted:g} GPUs (processes x gpus), and {free:g} are left beside the training: "
-            "lower trainer.n_gpus_per_node, or serve the reward with `verl-omni serve-reward` and ask it with `http`"
-        )
     process = ray.remote(ScorerProcess)
     return {
         label: [
-            process.options(num_cpus=0, num_gpus=choice.gpus, max_restarts=-1).remote(
-                choice.name, dict(choice.settings), external_lib
-            )
-            for _ in range(choice.processes)
+            process.options(**place, max_restarts=-1).remote(choice.name, dict(choice.settings), external_lib)
+            for place in places(scorer_pool(label))
         ]
         for label, choice in choices.items()
         if choice.processes

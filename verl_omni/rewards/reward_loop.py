@@ -12,8 +12,8 @@ from verl.trainer.ppo.reward import resolve_reward_manager_cls
 import verl_omni.rewards.image_manager  # noqa: F401  (registers "image")
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
 from verl_omni.rewards.choice import read_choices
-from verl_omni.rewards.judge import start_judges, with_judge
-from verl_omni.rewards.pool import ScorerPool, start_pools
+from verl_omni.rewards.judge import JUDGE, start_judges, with_judge
+from verl_omni.rewards.pool import Places, ScorerPool, start_pools
 from verl_omni.rewards.reward_function import RewardFunction
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.external_lib import import_external_lib
@@ -58,12 +58,16 @@ class RewardLoopWorker(VerlRewardLoopWorker):
 class RewardLoopManager(VerlRewardLoopManager):
     """Starts the reward workers. `compute_rm_score` scores a whole batch, for rewards that cannot overlap a rollout."""
 
-    def __init__(self, config: DictConfig):
-        self.config, self.judges, self.reward_router_address = config, [], None
+    def __init__(self, config: DictConfig, places: Places):
+        """`places` are those of the judges and of rewards that have processes of their own, by name."""
+        self.config, self.places = config, places
+        self.judges, self.reward_router_address = [], None
         self.reward_model_manager, self.reward_manager_cls = None, resolve_reward_manager_cls(config)
         if config.reward.reward_model.enable:
             model = OmegaConf.to_object(config.reward.reward_model)
-            self.judges, self.reward_router_address = start_judges(model, config.trainer.default_local_dir)
+            self.judges, self.reward_router_address = start_judges(
+                model, config.trainer.default_local_dir, places(JUDGE), config.ray.placement_timeout
+            )
         self._init_reward_loop_workers()
 
     @property
@@ -72,13 +76,13 @@ class RewardLoopManager(VerlRewardLoopManager):
 
     def _init_reward_loop_workers(self) -> None:
         # As many as there may be images: a worker that waits for scores must still say that it is awake.
-        self.reward_loop_workers_class = ray.remote(max_concurrency=MOST_IMAGES)(RewardLoopWorker)
+        self.reward_loop_workers_class = ray.remote(num_cpus=0, max_concurrency=MOST_IMAGES)(RewardLoopWorker)
         super()._init_reward_loop_workers()
         scorers = self.config.reward.scorers
         choices = read_choices(OmegaConf.to_container(scorers, resolve=True) if scorers else None)
         if self.reward_router_address is not None:
             choices = with_judge(choices, self.reward_router_address, self.config.reward.reward_model.model_path)
-        self.pools = start_pools(choices, self.config.actor_rollout_ref.model.external_lib)
+        self.pools = start_pools(choices, self.config.actor_rollout_ref.model.external_lib, self.places)
         if self.pools:
             ray.get([worker.use_pools.remote(self.pools) for worker in self.reward_loop_workers])
 

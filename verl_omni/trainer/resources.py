@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from verl.single_controller.ray.base import RayResourcePool, ResourcePoolManager
 
 from verl_omni.trainer.own_ray import Daemons, start_own_ray
+from verl_omni.trainer.placement import all_wanted
 from verl_omni.utils import cpu_platform
 
 
@@ -57,20 +57,6 @@ def rendezvous_ports() -> list[int]:
     A port of the system's may be gone again when the first rank comes to listen, seconds after it was found free.
     """
     return [20_000 + secrets.randbelow(12_000), 32_767]
-
-
-class DeviceResourcePoolManager(ResourcePoolManager):
-    """verl's pools, which on a machine without GPUs are made of processes alone."""
-
-    def create_resource_pool(self) -> None:
-        from verl.utils.device import get_device_name
-
-        if get_device_name() != "cpu":
-            return super().create_resource_pool()
-        for name, processes in self.resource_pool_spec.items():
-            self.resource_pool_dict[name] = RayResourcePool(
-                process_on_nodes=processes, use_gpu=False, max_colocate_count=1, name_prefix=name
-            )
 
 
 def worker_environment(device: str, workers_per_node: int) -> dict[str, str]:
@@ -163,10 +149,8 @@ def ray_arguments(config: DictConfig) -> dict[str, Any]:
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     for library in ("GLOO", "NCCL") if loopback else ():  # ranks on one machine meet on loopback
         environment[f"{library}_SOCKET_IFNAME"] = os.environ.get(f"{library}_SOCKET_IFNAME", loopback[0])
-    workers = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    rollout = config.actor_rollout_ref.rollout
-    servers = 0 if config.actor_rollout_ref.hybrid_engine else (rollout.n_gpus_per_node or 1) * (rollout.nnodes or 1)
-    needed = 4 * workers + config.reward.num_workers + rollout.agent.num_workers + servers + 2
+    placed = sum(sum(one.on_nodes) * one.cpus for one in all_wanted(config))
+    needed = placed + config.reward.num_workers + config.actor_rollout_ref.rollout.agent.num_workers + 2
     cpus = config.ray.num_cpus or max(os.cpu_count() or 1, needed)
     place = {"_temp_dir": short} if (short := short_folder()) else {}
     return arguments | {"num_cpus": cpus, "include_dashboard": False, **place}

@@ -28,10 +28,11 @@ class TaskRunner:
         import ray
         from verl.trainer.ppo.utils import Role
 
+        from verl_omni.trainer.placement import TRAINING
         from verl_omni.workers.diffusion_worker import DiffusionWorker
 
         self.role_worker_mapping[Role.ActorRollout] = ray.remote(DiffusionWorker)
-        self.mapping[Role.ActorRollout] = "global_pool"
+        self.mapping[Role.ActorRollout] = TRAINING
         return DiffusionWorker
 
     def add_ref_policy_worker(self, config: DictConfig, ref_policy_cls: Any) -> None:
@@ -45,22 +46,11 @@ class TaskRunner:
                 f"own: {ref_policy_cls.__name__} would not be used"
             )
 
-    def add_reward_model_resource_pool(self, config: DictConfig) -> None:
-        """Devices of their own for a reward model that is served beside the training."""
-        from verl.trainer.ppo.utils import Role
-
-        if config.reward.reward_model.enable:
-            own = config.reward.reward_model.enable_resource_pool
-            self.mapping[Role.RewardModel] = "reward_pool" if own else "global_pool"
-
     def init_resource_pool_mgr(self, config: DictConfig) -> Any:
-        from verl_omni.trainer.resources import DeviceResourcePoolManager
+        """A pool for each kind of process that needs devices."""
+        from verl_omni.trainer.placement import Placement, all_wanted
 
-        trainer, reward = config.trainer, config.reward.reward_model
-        spec = {"global_pool": [trainer.n_gpus_per_node] * trainer.nnodes}
-        if "reward_pool" in self.mapping.values():
-            spec["reward_pool"] = [reward.n_gpus_per_node] * reward.nnodes
-        return DeviceResourcePoolManager(resource_pool_spec=spec, mapping=self.mapping)
+        return Placement(all_wanted(config), self.mapping, config.ray.placement_timeout)
 
     def report(self) -> dict[str, Any]:
         """Where the run is."""
@@ -84,7 +74,6 @@ class TaskRunner:
         import_external_lib(config.actor_rollout_ref.model.external_lib)  # this may be a process of its own
         worker = self.actor_class = self.add_actor_rollout_worker(config)
         self.add_ref_policy_worker(config, worker)
-        self.add_reward_model_resource_pool(config)
         train_dataset, val_dataset = load_datasets(config)
         trainer_class = {
             "policy_gradient": trainers.PolicyGradientRayTrainer,

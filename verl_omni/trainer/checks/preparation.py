@@ -6,6 +6,7 @@ Everything here happens before a worker starts, so that a mistake costs seconds.
 import dataclasses
 import functools
 import inspect
+import os
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -50,6 +51,8 @@ def prepare_config(config: DictConfig) -> DictConfig:
     check_ranges(settings)
     check_effect(given, settings)
     _check(settings)
+    # Other processes, and those of a cluster above all, are in other folders and may have another home.
+    settings.trainer.default_local_dir = os.path.abspath(os.path.expanduser(settings.trainer.default_local_dir))
     return OmegaConf.structured(settings)
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, Sampler
 from tqdm import tqdm
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
-from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager
+from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.trainer.ppo.utils import Role
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
@@ -59,6 +59,7 @@ from verl_omni.trainer.diffusion.validation import (
 from verl_omni.trainer.diffusion.zero_gradient import ZeroGradients
 from verl_omni.trainer.failures import know
 from verl_omni.trainer.interrupts import stop_requested
+from verl_omni.trainer.placement import SERVERS, Placement
 from verl_omni.trainer.progress import Stages, progress, tell, timer
 from verl_omni.trainer.resources import busy_at_once, rendezvous_ports, worker_environment
 from verl_omni.trainer.run_log import terminal
@@ -77,7 +78,7 @@ class BaseRayDiffusionTrainer(Sampling):
         config: DictConfig,
         tokenizer: Any,
         role_worker_mapping: dict[Role, type[Worker]],
-        resource_pool_manager: ResourcePoolManager,
+        resource_pool_manager: Placement,
         ray_worker_group_cls: type[RayWorkerGroup] = RayWorkerGroup,
         processor: Any = None,
         train_dataset: Dataset | None = None,
@@ -147,14 +148,15 @@ class BaseRayDiffusionTrainer(Sampling):
             if self.config.actor_rollout_ref.hybrid_engine:
                 self.rollouts = EmbeddedRollouts(self.actor_wg, self.layout)
             else:
-                servers = start_servers(self.config, self.actor_wg.world_size, self.device_name)
+                places = self.resource_pool_manager.options(SERVERS)
+                servers = start_servers(self.config, self.device_name, places)
                 know("rollout server", servers)
                 engine = self.config.actor_rollout_ref.rollout.checkpoint_engine.backend
                 send = by_checkpoint_engine(self.config, self.actor_wg.workers, servers) if engine else None
                 self.rollouts = ServerRollouts(servers, self.actor_wg, self.timeline, send)
                 self.rollouts.watch()
             # Their processes start up while the workers load the model.
-            self.reward_loop_manager = RewardLoopManager(self.config)
+            self.reward_loop_manager = RewardLoopManager(self.config, self.resource_pool_manager.options)
             self.agent_loop_manager = DiffusionAgentLoopManager(
                 self.config, self.rollouts.servers, self.reward_loop_manager.reward_loop_worker_handles
             )

@@ -177,21 +177,16 @@ class ServerRollouts:
             ray.kill(server)
 
 
-def start_servers(config: DictConfig, training: int, device: str) -> list[Any]:
-    """A process for each rollout server, beside `training` devices that train."""
+def start_servers(config: DictConfig, device: str, places: list[dict[str, Any]]) -> list[Any]:
+    """A rollout server in each of these places."""
     rollout = config.actor_rollout_ref.rollout
-    per_node, nodes = rollout.n_gpus_per_node or 1, rollout.nnodes or 1
-    if device == "cuda":
-        check_devices(training, per_node * nodes, int(ray.cluster_resources().get("GPU", 0)))
-    threads = worker_environment(device, busy_at_once(config, per_node))
-    server = ray.remote(server_class(rollout.name)).options(
-        num_cpus=1,
-        num_gpus=1 if device == "cuda" else 0,
+    server = ray.remote(server_class(rollout.name))
+    others = {
         # With a checkpoint engine, nobody keeps the weights that a server would need which has been started again.
-        max_restarts=0 if rollout.checkpoint_engine.backend else rollout.server_restarts,
-        runtime_env={"env_vars": threads},
-    )
-    return [server.remote(config) for _ in range(per_node * nodes)]
+        "max_restarts": 0 if rollout.checkpoint_engine.backend else rollout.server_restarts,
+        "runtime_env": {"env_vars": worker_environment(device, busy_at_once(config, rollout.n_gpus_per_node or 1))},
+    }
+    return [server.options(**place, **others).remote(config) for place in places]
 
 
 def by_checkpoint_engine(config: DictConfig, workers: list[Any], servers: list[Any]) -> Callable[[str, int], Any]:
@@ -214,16 +209,6 @@ def by_checkpoint_engine(config: DictConfig, workers: list[Any], servers: list[A
         return sent
 
     return send
-
-
-def check_devices(training: int, rollout: int, there: int) -> None:
-    """Ray would wait for a GPU that never comes."""
-    if training + rollout > there:
-        raise ValueError(
-            f"actor_rollout_ref.hybrid_engine=false: training has {training} GPUs and the rollout servers need "
-            f"{rollout} more, but Ray has {there} in all: add GPUs, lower trainer.n_gpus_per_node or "
-            "actor_rollout_ref.rollout.n_gpus_per_node, or leave hybrid_engine true"
-        )
 
 
 def in_turn(samples: int, servers: int) -> list[int]:
