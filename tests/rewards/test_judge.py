@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -63,6 +64,40 @@ def test_it_answers_and_comes_back_on_the_same_address(judge):
     assert again["pid"] != first["pid"] and judge.restarts == 1
     judge.stop()
     assert not psutil.pid_exists(again["pid"]) and judge.restarts == 1
+
+
+def test_what_a_killed_server_had_started_is_ended_with_it(tmp_path):
+    """vLLM's engine is a process of its own: it would keep the GPU's memory from the server that is started again."""
+    engine = tmp_path / "engine"
+    (tmp_path / "server.py").write_text(
+        "import pathlib, subprocess, sys\n"
+        "engine = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"with open({str(engine)!r}, 'a') as file:\n    print(engine.pid, file=file)\n" + SERVER
+    )
+    judge = JudgeServer(f"{sys.executable} {tmp_path}/server.py m {{port}} 0", "/m", 0, f"{tmp_path}/log")
+    try:
+        ask(judge.start(30))
+        (first,) = map(int, engine.read_text().split())
+        os.kill(judge.pid(), signal.SIGKILL)
+        until(lambda: len(engine.read_text().split()) == 2 and not runs(first))
+    finally:
+        judge.stop()
+    until(lambda: not any(runs(int(pid)) for pid in engine.read_text().split()))
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def runs(pid: int) -> bool:
+    """A process that has ended may stay a while under its number, until somebody asks how."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """A judge of its own for a run: servers of a vision-language model beside the training."""
 
+import contextlib
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import threading
@@ -58,8 +60,10 @@ class JudgeServer:
     def _launch(self) -> None:
         try:
             with self.log.open("a") as log:
-                # Tied to this process: it must not outlive the run.
-                self.process = subprocess.Popen(self.command, stdout=log, stderr=log, preexec_fn=_die_with_parent)
+                # Tied to this process: it must not outlive the run. Its own processes are of one group with it.
+                self.process = subprocess.Popen(
+                    self.command, stdout=log, stderr=log, preexec_fn=_die_with_parent, process_group=0
+                )
         except OSError as error:
             raise RunError(
                 f"{self._named()} cannot be started: {error.strerror}: {self.command[0]}. Install it, or set "
@@ -69,6 +73,7 @@ class JudgeServer:
     def _watch(self) -> None:
         while True:
             self.process.wait()
+            self._end_what_it_started()
             if self.stopping or self.restarts >= MOST_RESTARTS:
                 return
             self.restarts += 1
@@ -85,6 +90,12 @@ class JudgeServer:
             self.process.wait(10)
         except subprocess.TimeoutExpired:
             self.process.kill()
+        self._end_what_it_started()
+
+    def _end_what_it_started(self) -> None:
+        """The engine of a server that was killed would keep the port, or the GPU's memory, from the next one."""
+        with contextlib.suppress(ProcessLookupError):  # there is nobody left
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def _named(self) -> str:
         return f"the reward model's server ({' '.join(self.command)})"
@@ -97,7 +108,6 @@ class JudgeServer:
 def _die_with_parent() -> None:
     """Linux ends the server with the process that started it, however that ends."""
     import ctypes
-    import signal
 
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
