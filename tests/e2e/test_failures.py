@@ -22,6 +22,8 @@ def compute_score(prompt):
             continue
         if mine and "DiffusionWorker" in title:
             workers.append(int(pid))
+    if not workers:  # asked before the run starts
+        return 1.0
     try:
         with pathlib.Path(__file__).with_name("killed").open("x") as killed:
             killed.write(str(min(workers)))

@@ -125,7 +125,20 @@ def run_diffusion(config: DictConfig, task_runner_class: Any = None, quiet: bool
         if start.finished:
             print(finished(start), flush=True)
         else:
+            ask_reward(config)
             _run_on_ray(config, task_runner_class, quiet)
+
+
+def ask_reward(config: DictConfig) -> None:
+    """A function of the user's own is asked once before anything heavy starts."""
+    from verl_omni.data.loading import load_datasets
+    from verl_omni.trainer.checks.reward_trial import try_reward
+
+    if config.algorithm.sample_source != "online":
+        return
+    dataset = next(dataset for dataset in load_datasets(config) if dataset is not None)
+    if told := try_reward(config, dataset[0]):
+        print(f"warning: {told}", flush=True)
 
 
 def _run_on_ray(config: DictConfig, task_runner_class: Any, quiet: bool) -> None:

@@ -1,0 +1,90 @@
+"""The user's reward function asked once, before Ray and the model start: a mistake in it is known in seconds.
+
+It is asked in a process of its own, which leaves nothing behind: no GPU memory in the driver, no state in the module.
+"""
+
+import asyncio
+import json
+import os
+import re
+import select
+import signal
+import sys
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from verl_omni.rewards.reward_function import SERVICES, RewardError, RewardFunction
+from verl_omni.utils.errors import RunError
+
+LONGEST = 10.0  # seconds to wait; a reward that loads a model takes its time in the run
+# What no picture can be to blame for.
+MISTAKES = ("AttributeError", "ImportError", "ModuleNotFoundError", "NameError", "TypeError", "UnboundLocalError")
+
+
+def try_reward(config: DictConfig, row: dict[str, Any]) -> str | None:
+    """Ask for the score of grey images. Raises where that shows a mistake in the function, and returns what else fails.
+
+    A reward may well refuse a grey image that scores drawn ones, so that any other failure is only told of.
+    """
+    from verl_omni.rewards.reward_loop import load_custom_reward_function
+
+    function = load_custom_reward_function(config.reward)
+    if function is None or set(function.wanted) & set(SERVICES):
+        return None
+    failure = ask_elsewhere(function, [grey(config, row)] * (2 if function.batched else 1))
+    if failure is None or "forked subprocess" in failure["said"]:  # CUDA cannot be used there: it was not asked
+        return None
+    said = f"{failure['said']} (asked for a grey image, before the run starts)"
+    finite = not re.search(r"returned -?(nan|inf)", failure["said"])
+    if failure["kind"] in MISTAKES or (failure["kind"] is None and finite):
+        raise RunError(said)
+    return f"{said}; if it fails for drawn images too, the run will end"
+
+
+def grey(config: DictConfig, row: dict[str, Any]) -> dict[str, Any]:
+    """What the function would be told of an image of this prompt."""
+    size = config.actor_rollout_ref.rollout.pipeline
+    frames = [size.num_frames] if (size.num_frames or 1) > 1 else []
+    return {
+        "data_source": row["data_source"],
+        "solution_image": torch.full((*frames, 3, size.height, size.width), 0.5),
+        "prompt": row["prompt"],
+        "ground_truth": row["reward_model"].get("ground_truth"),
+        "extra_info": row["extra_info"] | {"prompt": row["prompt"]},
+    }
+
+
+def ask_elsewhere(function: RewardFunction, samples: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """{"kind": what it raised, "said": in one line} in a process of its own; None where it answered, or not in time."""
+    reader, writer = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(reader)
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            for stream in (1, 2):  # what it prints, the run will print
+                os.dup2(nowhere, stream)
+            torch.set_num_threads(1)  # threads of OpenMP do not survive a fork
+            os.write(writer, json.dumps(_failure(function, samples)).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    ready, _, _ = select.select([reader], [], [], LONGEST)
+    told = os.read(reader, 65536) if ready else b""
+    os.close(reader)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return json.loads(told) if told else None
+
+
+def _failure(function: RewardFunction, samples: list[dict[str, Any]]) -> dict[str, Any] | None:
+    try:
+        asyncio.run(function.score(samples))
+    except RewardError as error:
+        cause = error.__cause__
+        return {"kind": type(cause).__name__ if cause else None, "said": " ".join(str(error).split())[:2000]}
+    return None
