@@ -187,10 +187,13 @@ def in_order(outputs: list[tuple[MicroBatch, dict[str, torch.Tensor]]]) -> Batch
     """What the forwards gave, in the order of the pairs."""
     if not outputs:
         return {}
-    numbers = torch.cat([part.numbers for part, _ in outputs])
-    names = outputs[0][1]
-    if bool((numbers.diff() > 0).all()):
-        return {name: torch.cat([output[name] for _, output in outputs]) for name in names}
-    places = numbers.argsort().tolist()
-    rows = {name: [row for _, output in outputs for row in output[name]] for name in names}
-    return {name: columns.as_they_are([rows[name][place] for place in places]) for name in names}
+    places = torch.cat([part.numbers for part, _ in outputs]).argsort()
+    in_place, found = bool((places.diff() > 0).all()), {}
+    for name in outputs[0][1]:
+        values = [output[name] for _, output in outputs]
+        if in_place and len({value.shape[1:] for value in values}) == 1:
+            found[name] = torch.cat(values)
+        else:
+            rows = [row for value in values for row in value]
+            found[name] = columns.as_they_are([rows[place] for place in places.tolist()])
+    return found
