@@ -1,7 +1,9 @@
 """A model folder with something wrong: one line that names the file, before any worker starts."""
 
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,9 @@ import torch
 from tiny_models import tiny_checkpoint
 
 from verl_omni.config import DiffusionModelConfig
-from verl_omni.pipelines.model_base import _BUILTIN
+from verl_omni.pipelines.model_base import _BUILTIN, DiffusionModelBase
 from verl_omni.pipelines.model_folder import check_model_folder
-from verl_omni.pipelines.utils import load_component, read_component_config, read_index
+from verl_omni.pipelines.utils import load_component, pipeline_class, read_component_config, read_index
 from verl_omni.trainer.failures import users_mistake
 
 QWEN = "QwenImagePipeline"
@@ -70,7 +72,53 @@ CASES = {
         lambda f: write(f / "vae/x.safetensors.index.json", '{"weight_map": {"a": "x-2.safetensors"}}'),
         "vae/x-2.safetensors is missing: x.safetensors.index.json names it",
     ),
-}
+    "shard elsewhere": (
+        lambda f: write(f / "vae/x.safetensors.index.json", '{"weight_map": {"a": "../x.safetensors"}}'),
+        "x.safetensors.index.json names ../x.safetensors, which lies outside",
+    ),
+    "weights that are a pipe": (
+        lambda f: ((f / WEIGHTS).unlink(), os.mkfifo(f / WEIGHTS)), f"{WEIGHTS} is no regular file"
+    ),
+    "weights that are a pickle": (
+        lambda f: (f / WEIGHTS).rename(f / "transformer/diffusion_pytorch_model.bin"),
+        "/transformer holds its weights as a pickle (diffusion_pytorch_model.bin), which can run code when it is read",
+    ),
+    # What would run.
+    "another library": (lambda f: edit(f / INDEX, vae=["mm5.helper", "VAE"]), "\"vae\" from the library 'mm5.helper'"),
+    "another library for a component that nobody needs": (
+        lambda f: edit(f / INDEX, extra=["mm5.helper", "Extra"]), "\"extra\" from the library 'mm5.helper'"
+    ),
+    "a list of libraries": (lambda f: edit(f / INDEX, vae=[["mm5"], "VAE"]), 'expected ["library", "class"]'),
+    "a pipeline of its own": (lambda f: edit(f / INDEX, _class_name=["mine", "Mine"]), f"{INDEX} "),
+    "a program": (lambda f: write(f / "pipeline.py", ""), "pipeline.py is a program"),
+    "a program in a component": (lambda f: write(f / "vae/helper.py", ""), "vae/helper.py is a program"),
+    "a pipeline in a component": (
+        lambda f: write(f / "vae/model_index.json", "{}"), "vae/model_index.json would have another model loaded"
+    ),
+    "an adapter in a component": (
+        lambda f: write(f / "text_encoder/adapter_config.json", '{"base_model_name_or_path": "someone/else"}'),
+        "text_encoder/adapter_config.json would have another model loaded",
+    ),
+    "code for the text encoder": (
+        lambda f: edit(f / "text_encoder/config.json", auto_map={"AutoModel": "m.M"}), 'has "auto_map"'
+    ),
+    "code inside a part of a config": (
+        lambda f: edit(f / "text_encoder/config.json", deep=[{"x": {"auto_map": {"AutoModel": "m.M"}}}]),
+        'has "auto_map"',
+    ),
+    "code for the tokenizer": (
+        lambda f: edit(f / "tokenizer/tokenizer_config.json", auto_map={"AutoTokenizer": ["m.T", None]}),
+        'has "auto_map"',
+    ),
+    "trust": (lambda f: edit(f / "text_encoder/config.json", trust_remote_code=True), 'has "trust_remote_code": True'),
+    "a kernel from the hub": (
+        lambda f: edit(f / "text_encoder/config.json", attn_implementation="someone/kernel"),
+        'has "attn_implementation": \'someone/kernel\', a kernel that would be downloaded and run',
+    ),
+    "a scheduler of its own": (
+        lambda f: edit(f / "scheduler/scheduler_config.json", _class_name=["mine", "Mine"]), 'has "_class_name": [',
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -99,3 +147,38 @@ def test_weights_that_lack_what_the_config_asks_for_are_no_model(tmp_path):
     edit(folder / CONFIG, num_layers=3)
     with pytest.raises(ValueError, match="tensors that its weights do not have, such as transformer_blocks.2."):
         load_component(DiffusionModelConfig(path=str(folder)), "transformer", torch.float32)
+
+
+@pytest.fixture
+def stranger(tmp_path, monkeypatch):
+    """A folder whose VAE comes from a module that leaves a trace when it is imported."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/stranger_helper.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass VAE: pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "lib"))
+    folder = shutil.copytree(tiny_checkpoint(QWEN), tmp_path / "model")
+    edit(folder / INDEX, vae=["stranger_helper", "VAE"])
+    yield DiffusionModelConfig(path=str(folder))
+    sys.modules.pop("stranger_helper", None)
+
+
+def test_a_strangers_module_is_not_imported(stranger, tmp_path):
+    adapter = DiffusionModelBase.get_class(stranger)
+    for load in (check_model_folder, lambda model: adapter.load_pipeline(model, "cpu", torch.float32)):
+        with pytest.raises(ValueError, match="from the library 'stranger_helper', which would be imported"):
+            load(stranger)
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(Exception, match=""):  # diffusers imports it, whatever it says then
+        pipeline_class(QWEN).from_pretrained(stranger.path)
+    assert (tmp_path / "ran").exists(), "the trace is left where the module is imported"
+
+
+def test_a_module_that_the_adapter_names_is_let_in(stranger, monkeypatch):
+    monkeypatch.setattr(DiffusionModelBase.get_class(stranger), "libraries", ("stranger_helper",))
+    check_model_folder(stranger)
+
+
+def test_what_lies_in_hidden_folders_is_nobodys(tmp_path):
+    folder = shutil.copytree(tiny_checkpoint(QWEN), tmp_path / "model")
+    (folder / ".git/hooks").mkdir(parents=True)
+    (folder / ".git/hooks/run.py").write_text("")
+    check_model_folder(DiffusionModelConfig(path=str(folder)))

@@ -171,6 +171,13 @@ def halve(pattern: str):
     return spoil
 
 
+def as_pickle(name: str):
+    def spoil(model: Path) -> None:
+        (model / name).rename((model / name).with_suffix(".bin"))
+
+    return spoil
+
+
 def models() -> list[BadInput]:
     theme, path, weights = "Models", f"{A}model.path=", "transformer/diffusion_pytorch_model.safetensors"
     spoiled = [
@@ -186,6 +193,12 @@ def models() -> list[BadInput]:
         ("a component without a class", index(vae=[None, None]), ("vae",)),
         ("a component that is a text", index(vae="AutoencoderKLQwenImage"), ("vae",)),
         ("a component of a class that does not exist", index(vae=["diffusers", "AutoencoderX"]), ("AutoencoderX",)),
+        ("a component from another library", index(vae=["os.path", "join"]), ("vae", "os.path")),
+        ("a program in a component's folder", write("vae/helper.py", "print(1)"), ("vae/helper.py",)),
+        ("a config that names code", component("text_encoder", auto_map={"AutoModel": "m.M"}), ("auto_map",)),
+        ("a config that names a kernel to download", component("text_encoder", attn_implementation="a/kernel"),
+         ("attn_implementation", "a/kernel")),
+        ("weights that are a pickle", as_pickle(weights), ("transformer", ".bin")),
         ("the tokenizer's folder is missing", remove("tokenizer"), ("tokenizer",)),
         ("the tokenizer is no JSON", write("tokenizer/tokenizer.json", "{oops"), ("tokenizer",)),
         ("the transformer's folder is missing", remove("transformer"), ("transformer",)),

@@ -1,6 +1,7 @@
 """Rewards with a model: what is told of one that is not there, of another one, and of settings."""
 
 import asyncio
+import json
 
 import numpy as np
 import pytest
@@ -52,6 +53,22 @@ def test_a_folder_without_all_weights_is_no_model(tmp_path):
     weights["visual_projection.weight"] = torch.ones(3, 3)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert told in said("clip_score", model=str(tmp_path))
+
+
+def test_a_folder_that_would_run_something_is_not_loaded(tmp_path):
+    clip_folder(tmp_path)
+    config = tmp_path / "config.json"
+    whole = config.read_text()
+    config.write_text(json.dumps(json.loads(whole) | {"auto_map": {"AutoModel": "mine.Mine"}}))
+    assert f'{config} has "auto_map"' in said("clip_score", model=str(tmp_path))
+    config.write_text(whole)
+    (tmp_path / "mine.py").write_text("")
+    assert "mine.py is a program" in said("clip_score", model=str(tmp_path))
+    (tmp_path / "mine.py").unlink()
+    make_scorer("clip_score", {"model": str(tmp_path)})
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    assert "safetensors" in said("clip_score", model=str(tmp_path))
 
 
 def test_a_device_that_is_not_there(clip):

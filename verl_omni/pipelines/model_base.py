@@ -23,6 +23,7 @@ from verl_omni.pipelines.utils import (
     read_component_config,
 )
 from verl_omni.pipelines.vllm_omni import VllmOmniPipelineBase
+from verl_omni.utils.model_code import LIBRARIES, refuse_code
 
 __all__ = ["Conditions", "DiffusionModelBase", "VllmOmniPipelineBase"]
 
@@ -61,6 +62,8 @@ class DiffusionModelBase(ABC):
     attention_backend: ClassVar[str | None] = None
     # Whether a prompt is nothing without images.
     needs_images: ClassVar[bool] = False
+    # Libraries, beside diffusers and transformers, that model_index.json may name for a component: they are imported.
+    libraries: ClassVar[tuple[str, ...]] = ()
     # Submodules of the pipeline that are trained (Wan2.2 has two).
     trained_components: ClassVar[tuple[str, ...]] = ("transformer",)
 
@@ -259,12 +262,21 @@ class DiffusionModelBase(ABC):
     @classmethod
     def load_pipeline(cls, model_config: DiffusionModelConfig, device: torch.device | str, dtype: torch.dtype):
         """The upstream pipeline without what is trained: tokenizers, text encoders, VAE and their helpers."""
+        cls.refuse_code(model_config)
         given = dict.fromkeys(cls.trained_components) | cls.load_processors(model_config)
         if model_config.load_format == "dummy":
             return random_pipeline(model_config, dtype, given).to(device)
-        pipe = pipeline_class(model_config.architecture).from_pretrained(model_config.path, torch_dtype=dtype, **given)
+        pipe = pipeline_class(model_config.architecture).from_pretrained(
+            model_config.path, torch_dtype=dtype, use_safetensors=True, **given
+        )
         pipe.set_progress_bar_config(disable=True)
         return pipe.to(device)
+
+    @classmethod
+    def refuse_code(cls, model_config: DiffusionModelConfig) -> None:
+        """One line where a folder that is read for this model holds anything that would run."""
+        for folder in filter(None, (model_config.path, model_config.config_path, model_config.tokenizer_path)):
+            refuse_code(folder, (*LIBRARIES, *cls.libraries))
 
     @classmethod
     def load_processors(cls, model_config: DiffusionModelConfig) -> dict[str, Any]:

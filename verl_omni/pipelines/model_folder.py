@@ -3,25 +3,29 @@
 import functools
 import inspect
 import json
+import os
 import typing
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from verl_omni.config import DiffusionModelConfig
+from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.utils import read_index
 from verl_omni.utils.json_files import read_object
+from verl_omni.utils.regular_files import open_regular
 from verl_omni.utils.suggest import nearest
 
 LAYOUT = "expected what diffusers' `pipe.save_pretrained(folder)` writes"
 # What every model needs. Others, such as a third text encoder, a folder may leave out by [null, null].
 ALWAYS = ("transformer", "vae", "scheduler", "text_encoder", "tokenizer")
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model", "tekken.json")
-WEIGHTS = (".safetensors", ".bin")
+WEIGHTS, PICKLES = ".safetensors", (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def check_model_folder(model: DiffusionModelConfig) -> None:
     """One line that names the file, where something is missing or is not what model_index.json says."""
+    DiffusionModelBase.get_class(model).refuse_code(model)
     import diffusers
     import transformers
 
@@ -40,7 +44,7 @@ def check_model_folder(model: DiffusionModelConfig) -> None:
                 raise ValueError(f'{file} names no class for "{name}": {LAYOUT}')
             continue
         if library not in libraries:
-            continue  # a pipeline's own module
+            continue  # one that the adapter names
         known = _names_in(libraries[library])
         if class_name not in known:
             raise ValueError(
@@ -112,16 +116,24 @@ def _check_weights(folder: Path) -> None:
         shards: Any = read_object(index).get("weight_map")
         if not isinstance(shards, dict):
             raise ValueError(f"{index} has no weight_map: {LAYOUT}")
-        for shard in sorted(set(shards.values())):
-            if not (folder / shard).is_file():
+        for shard in sorted(set(map(str, shards.values()))):
+            if Path(shard).name != shard:
+                raise ValueError(f"{index} names {shard[:100]}, which lies outside {folder}")
+            if not os.path.isfile(folder / shard):
                 raise FileNotFoundError(f"{folder / shard} is missing: {index.name} names it")
-    files = [path for path in sorted(folder.iterdir()) if path.suffix in WEIGHTS]
+    files = [path for path in sorted(folder.iterdir()) if path.suffix == WEIGHTS]
+    pickled = [path.name for path in sorted(folder.iterdir()) if path.suffix in PICKLES]
+    if pickled and not files:
+        raise ValueError(
+            f"{folder} holds its weights as a pickle ({pickled[0]}), which can run code when it is read: save it with "
+            "diffusers' or transformers' `save_pretrained(folder)`, which writes safetensors"
+        )
     if not files:
-        raise FileNotFoundError(f"{folder} holds no weights ({' or '.join(f'*{end}' for end in WEIGHTS)})")
+        raise FileNotFoundError(f"{folder} holds no weights (*{WEIGHTS})")
     for path in files:
-        if path.suffix == ".safetensors":
-            try:
-                with safe_open(path, "pt"):
-                    pass
-            except (SafetensorError, OSError) as error:
-                raise ValueError(f"{path} is cut off or no safetensors file: {error}") from None
+        open_regular(path).close()  # safetensors would wait for a named pipe
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is cut off or no safetensors file: {error}") from None

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from verl_omni.utils.json_files import read_object
+from verl_omni.utils.model_code import refuse_code
 from verl_omni.utils.suggest import unknown
 
 
@@ -50,7 +51,10 @@ def load_component(model_config: Any, name: str, dtype: torch.dtype) -> torch.nn
     if model_config.load_format == "dummy":
         return random_model(lambda: cls.from_config(dict(config)), dtype)
     folder = os.path.expanduser(model_config.path)
-    model, loading = cls.from_pretrained(folder, subfolder=name, torch_dtype=dtype, output_loading_info=True)
+    refuse_code(os.path.join(folder, name))
+    model, loading = cls.from_pretrained(
+        folder, subfolder=name, torch_dtype=dtype, output_loading_info=True, use_safetensors=True
+    )
     missing = sorted(set(loading["missing_keys"]) & dict(model.named_parameters()).keys())
     if missing:  # diffusers would leave them random
         raise ValueError(
@@ -107,6 +111,8 @@ def load_tokenizers(path: str) -> dict[str, Any]:
     path = os.path.expanduser(path)
     index = read_index(path)
     names = [k for k in index if k.startswith(("tokenizer", "processor")) and index[k][0] is not None]
+    for name in names:
+        refuse_code(os.path.join(path, name))
     return {n: getattr(transformers, index[n][1]).from_pretrained(os.path.join(path, n)) for n in names}
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from verl_omni.config.knob import MOST_IMAGES, Range
 from verl_omni.rewards.images import pictures_of
 from verl_omni.utils.errors import RunError
+from verl_omni.utils.model_code import refuse_code
 
 if TYPE_CHECKING:
     import torch
@@ -98,6 +99,8 @@ def find_device(name: str, device: str | None) -> "torch.device":
 def load_pretrained(cls: Any, source: str, name: str, setting: str = "model", **options: Any) -> Any:
     """`cls.from_pretrained(source)` for the setting of a reward: a folder, or a name on the Hugging Face hub."""
     place = Path(source).expanduser()
+    if place.is_dir():
+        refuse_code_of(f'reward.scorers.{name}.{setting}="{source}"', place)
     try:
         if source.startswith(("/", ".", "~")) and not place.is_dir():
             raise FileNotFoundError("there is no such folder")
@@ -106,9 +109,17 @@ def load_pretrained(cls: Any, source: str, name: str, setting: str = "model", **
         raise RunError(cannot_load(name, setting, source, error, "the folder")) from error
 
 
+def refuse_code_of(where: str, folder: Path) -> None:
+    """Only what is in a folder can be looked at beforehand; from the hub transformers itself takes no code unasked."""
+    try:
+        refuse_code(folder)
+    except (OSError, ValueError) as error:
+        raise RunError(f"{where}: {error}") from error
+
+
 def load_model(cls: Any, source: str, name: str, dtype: "torch.dtype", setting: str = "model") -> Any:
     """The same for a model, all of whose weights have to be there: transformers would fill in random ones."""
-    options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
     model, info = load_pretrained(cls, source, name, setting, **options)
     lacking = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
     if lacking:

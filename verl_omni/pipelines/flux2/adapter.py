@@ -11,6 +11,7 @@ import torch
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
 from verl_omni.pipelines.utils import check_length, encode_pixels, read_index
+from verl_omni.utils.model_code import refuse_code
 
 PADDING = -1  # stands for padding in token ids, so that a pad token inside a prompt is not mistaken for it
 
@@ -79,8 +80,9 @@ class Flux2(DiffusionModelBase):
         """The tokenizer alone: the processor around it is for images, and wants torchvision."""
         from transformers import AutoTokenizer
 
-        folder = os.path.expanduser(model_config.tokenizer_path or model_config.path)
-        return {"tokenizer": AutoTokenizer.from_pretrained(os.path.join(folder, "tokenizer"))}
+        folder = os.path.join(os.path.expanduser(model_config.tokenizer_path or model_config.path), "tokenizer")
+        refuse_code(folder)
+        return {"tokenizer": AutoTokenizer.from_pretrained(folder)}
 
     @classmethod
     def load_tokenizers(cls, model_config: DiffusionModelConfig) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
 from verl_omni.pipelines.qwen_image.adapter import QwenImage
 from verl_omni.pipelines.utils import calls_of_all_ranks, check_length, dense_mask, trim_padding
 from verl_omni.pipelines.vision_processor import image_text_processor
+from verl_omni.utils.model_code import refuse_code
 
 # The template around every prompt; its first 64 tokens are dropped after encoding. Both are facts of the checkpoint.
 TEMPLATE = (
@@ -111,6 +112,7 @@ class QwenImageEditPlus(QwenImage):
     @classmethod
     def load_processors(cls, model_config: DiffusionModelConfig) -> dict[str, Any]:
         folder = os.path.join(os.path.expanduser(model_config.tokenizer_path or model_config.path), "processor")
+        refuse_code(folder)
         return {"processor": image_text_processor().from_pretrained(folder)}
 
     @classmethod

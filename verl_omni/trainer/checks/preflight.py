@@ -1,6 +1,7 @@
 """All checks that need no worker: configuration, data files and the reward function."""
 
 import dataclasses
+import os
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -10,6 +11,7 @@ from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.settings import check_size
 from verl_omni.trainer.checks.preparation import prepare_config
 from verl_omni.trainer.diffusion.resuming import Start, plan_start
+from verl_omni.utils.model_code import refuse_code
 from verl_omni.utils.suggest import unknown
 
 # Tokens that a model's template adds to a prompt, at most.
@@ -163,6 +165,9 @@ def check_judge(served: DictConfig, device: str) -> None:
     """It has a model, and devices where there are any."""
     if not served.model_path:
         raise ValueError("reward.reward_model.enable=true needs reward.reward_model.model_path=<the judge's folder>")
+    folder = os.path.expanduser(served.model_path)
+    if os.path.isdir(folder) and "trust" not in served.command:  # --trust-remote-code is its user's own decision
+        refuse_code(folder)
     if served.enable_resource_pool and not served.n_gpus_per_node:
         raise ValueError(
             "reward.reward_model.enable_resource_pool=true gives the judge GPUs of its own: say how many, "

@@ -1,11 +1,13 @@
 """The two models that GenEval looks with: a detector of objects by their names, and a classifier of colours."""
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from verl_omni.rewards.scorers.geneval.rules import Box, Seen
 from verl_omni.rewards.scorers.geneval.tasks import COLOURS
+from verl_omni.utils.model_code import refuse_code
 from verl_omni.utils.suggest import unknown
 
 if TYPE_CHECKING:
@@ -124,11 +126,13 @@ def _load(cls: Any, path: str, device: str, setting: str, kinds: Iterable[str]) 
     from transformers import AutoConfig, AutoProcessor
 
     where = f'reward.scorers.geneval.{setting}="{path}"'
+    if os.path.isdir(path):
+        refuse_code(path)
     try:
         kind = AutoConfig.from_pretrained(path).model_type
         if kind not in kinds:
             raise ValueError(unknown("kind of model", kind, kinds))
-        model, told = cls.from_pretrained(path, output_loading_info=True)
+        model, told = cls.from_pretrained(path, output_loading_info=True, use_safetensors=True)
         if told["missing_keys"]:
             raise ValueError(f"it has no {sorted(told['missing_keys'])[0]}")
         processor = AutoProcessor.from_pretrained(path)

@@ -15,6 +15,7 @@ import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platf
 from verl_omni.config import DiffusionModelConfig, DiffusionRolloutConfig
 from verl_omni.perf.memory import names_memory_knobs
 from verl_omni.pipelines.drawing import Drawer, Request, equal_parts
+from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.vllm_omni import VllmOmniPipelineBase
 from verl_omni.workers.engine.base import DiffusionEngine
 from verl_omni.workers.engine.module import autocast
@@ -153,6 +154,7 @@ def build_engine(
 
     if not dist.is_initialized():  # it would listen on a port, for ranks that there are not
         dist.init_process_group(current_omni_platform.dist_backend, store=dist.HashStore(), rank=0, world_size=1)
+    DiffusionModelBase.get_class(model_config).refuse_code(model_config)
     pipeline = VllmOmniPipelineBase.get_class(model_config.architecture, model_config.algorithm)
     settings = OmniDiffusionConfig(
         model=os.path.expanduser(model_config.path),
