@@ -124,6 +124,12 @@ def rewards() -> list[BadInput]:
                  reward=forever),
     ]  # fmt: skip
     cases += [BadInput(theme, what, (), says, reward=source) for what, source, says in early]
+    kwargs = "+reward.custom_reward_function.reward_kwargs.key="
+    taking = "def compute_score(image, key):\n    return 1.0\n"
+    cases.append(BadInput(theme, "a key in a variable that is not set", (f"{kwargs}env:NO_SUCH_NAME",),
+                          ("reward_kwargs.key", "NO_SUCH_NAME"), reward=taking))  # fmt: skip
+    cases.append(BadInput(theme, "a key in a file that is not there", (f"{kwargs}file:/no/key",),
+                          ("reward_kwargs.key", "/no/key"), reward=taking))  # fmt: skip
     stop = ("reward.on_failure=stop",)  # else the image leaves, and several in a row end the run
     cases += [BadInput(theme, what, stop, says, reward=source, early=False) for what, source, says in late]
     return cases

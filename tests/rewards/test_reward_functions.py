@@ -10,9 +10,12 @@ import torch
 from omegaconf import OmegaConf
 from verl.protocol import DataProto
 
+from verl_omni.rewards import check_settings, make_scorer
 from verl_omni.rewards.image_manager import ImageRewardManager
 from verl_omni.rewards.registry import _REWARDS
 from verl_omni.rewards.reward_function import BATCHED, SINGLE, RewardFunction
+from verl_omni.rewards.reward_loop import load_custom_reward_function
+from verl_omni.utils.masking import masked
 
 CONFIG = OmegaConf.create({"reward": {"batch_size": 4, "on_failure": "stop"}})
 GUARD = 60  # seconds after which something waits for ever
@@ -286,3 +289,39 @@ def test_what_cannot_be_called_is_refused_before_the_start(tmp_path):
 def test_a_source_without_a_reward_is_an_error():
     with pytest.raises(ValueError, match='unknown reward .data_source. "jpeg_compresibility".*jpeg_compressibility'):
         scores(None, [sample(source="jpeg_compresibility")])
+
+
+def test_a_secret_reaches_the_function_and_no_file(tmp_path, monkeypatch):
+    """`env:` and `file:` are looked up where the function is called; the configuration keeps the reference."""
+    monkeypatch.setenv("MY_TOKEN", "from the environment")
+    (tmp_path / "key").write_text("from a file\n")
+    source = "def compute_score(image, auth, key):\n    return {'score': 1, 'told': [auth, key]}\n"
+    (tmp_path / "mine.py").write_text(source)
+    kwargs = {"auth": {"bearer": "env:MY_TOKEN"}, "key": f"file:{tmp_path}/key"}
+    custom = {"path": str(tmp_path / "mine.py"), "name": "compute_score", "reward_kwargs": kwargs}
+    config = OmegaConf.create({"custom_reward_function": custom, "timeout": 60.0})
+    (told,) = scores(load_custom_reward_function(config), [sample()])
+    assert told["reward_extra_info"]["told"] == [{"bearer": "from the environment"}, "from a file"]
+    assert masked(OmegaConf.to_container(config))["custom_reward_function"]["reward_kwargs"] == kwargs
+    monkeypatch.delenv("MY_TOKEN")
+    with pytest.raises(ValueError, match="reward_kwargs.auth.bearer=env:MY_TOKEN: there is no environment variable"):
+        load_custom_reward_function(config)
+
+
+def test_a_secret_of_a_registered_reward(tmp_path, monkeypatch):
+    (tmp_path / "key").write_text("from a file\n")
+    seen = []
+
+    def with_key(images, *, api_key: str = ""):
+        seen.append(api_key)
+        return [1.0] * len(images)
+
+    _REWARDS.names()
+    monkeypatch.setattr(_REWARDS, "_entries", dict(_REWARDS._entries))
+    _REWARDS.add("with_key", with_key)
+    settings = {"api_key": f"file:{tmp_path}/key"}
+    check_settings("with_key", settings)
+    make_scorer("with_key", settings)(images=[None])
+    assert seen == ["from a file"]
+    with pytest.raises(ValueError, match="reward.scorers.with_key.api_key=file:/no/key: /no/key is missing"):
+        check_settings("with_key", {"api_key": "file:/no/key"})

@@ -2,7 +2,10 @@
 
 import pytest
 
+from verl_omni.config.knob import walk
+from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.utils.masking import masked, masked_argument
+from verl_omni.utils.secrets import revealed
 
 
 @pytest.mark.parametrize(
@@ -16,6 +19,22 @@ from verl_omni.utils.masking import masked, masked_argument
         ("actor_rollout_ref.model.tokenizer_path=/tok", "actor_rollout_ref.model.tokenizer_path=/tok"),
         ("reward.kwargs={max_tokens: 5}", "reward.kwargs={max_tokens: 5}"),
         ("trainer.seed=3", "trainer.seed=3"),
+        # by shape
+        ("reward.kwargs={auth: {bearer: xyz}}", "reward.kwargs=***"),
+        ("reward.kwargs.auth.user=me", "reward.kwargs.auth.user=***"),
+        ("reward.kwargs.x=sk-proj-abcdefghijklmnop", "reward.kwargs.x=***"),
+        ("reward.kwargs.x='Bearer abcdefgh12'", "reward.kwargs.x=***"),
+        ("a.address=https://me:pass@host/x?n=1", "a.address=https://me:***@host/x?n=1"),
+        ("a.address=https://host/x?n=1&access_token=abc&m=2", "a.address=https://host/x?n=1&access_token=***&m=2"),
+        ("https://me:pass@host", "https://me:***@host"),
+        # a reference tells nothing
+        ("reward.kwargs.api_key=env:MY_KEY", "reward.kwargs.api_key=env:MY_KEY"),
+        ("reward.kwargs.api_key=file:~/key", "reward.kwargs.api_key=file:~/key"),
+        # no secrets
+        ("data.prompt_key=prompt", "data.prompt_key=prompt"),
+        ("actor_rollout_ref.rollout.http.token_file=/t", "actor_rollout_ref.rollout.http.token_file=/t"),
+        ("trainer.experiment_name=sk-flux", "trainer.experiment_name=sk-flux"),
+        ("data.train_files=https://host:8080/x@y", "data.train_files=https://host:8080/x@y"),
         ("-m", "-m"),
     ],
 )
@@ -28,3 +47,32 @@ def test_trees():
     assert masked(tree) == {
         "a": {"api_key": "***", "max_tokens": 5, "token": None}, "b": [{"secret": "***", "x": 1}], "tokens": "kept"
     }  # fmt: skip
+
+
+def test_all_below_a_name_that_says_so_and_whatever_has_the_shape():
+    jwt = "eyJhbGciOiJI.eyJzdWIiOiIx.c2ln"
+    tree = {"auth": {"bearer": "X", "user": ["me", 7], "on": True, "none": None}, "x": [f"hf_{'a' * 20}", jwt, "kept"]}
+    assert masked(tree) == {
+        "auth": {"bearer": "***", "user": ["***", "***"], "on": True, "none": None}, "x": ["***", "***", "kept"]
+    }  # fmt: skip
+    assert masked({"api_key": "env:MY_KEY", "token": "file:/key"}) == {"api_key": "env:MY_KEY", "token": "file:/key"}
+
+
+def test_no_setting_of_ours_is_taken_for_a_secret():
+    for name, default, *_ in walk(DiffusionTrainerConfig):
+        assert masked({name: default}) == {name: default}
+
+
+def test_a_secret_is_looked_up_by_who_uses_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "from the environment")
+    (tmp_path / "key").write_text("from a file\n")
+    given = {"auth": {"bearer": "env:MY_KEY"}, "keys": [f"file:{tmp_path}/key"], "x": "file:///x", "n": 3}
+    assert revealed(given, "kwargs") == given | {"auth": {"bearer": "from the environment"}, "keys": ["from a file"]}
+
+
+@pytest.mark.parametrize("reference", ["env:NO_SUCH_NAME", "file:/no/such/file", "file:/dev/null", "file:{f}/empty"])
+def test_one_that_is_not_there_is_named(tmp_path, reference):
+    (tmp_path / "empty").write_text("")
+    reference = reference.format(f=tmp_path)
+    with pytest.raises(ValueError, match=f"kwargs.auth.bearer={reference}: "):
+        revealed({"auth": {"bearer": reference}}, "kwargs")

@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from engine_cases import assert_same, loss_function, make_engine, model_config, roll_out, update, weights
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_checkpoint
 
 from verl_omni.workers.engine import checkpoint_io
+from verl_omni.workers.engine.export import LORA_FILE, export, order_metadata
 
 
 def engine_with(lora: bool = True, **optim):
@@ -210,3 +212,29 @@ def test_a_disk_that_fills_up_is_an_ordinary_error(saved, tmp_path, monkeypatch)
     monkeypatch.setattr(dcp.HuggingFaceStorageWriter, "write_data", full)
     with pytest.raises(OSError, match="No space left"):
         saved[2].save_checkpoint(str(tmp_path))
+
+
+def test_the_same_weights_are_the_same_file(saved, tmp_path):
+    """safetensors writes metadata in an order of chance, and a set has another one in every process."""
+    files = []
+    for i in range(8):
+        export(saved[2], str(tmp_path / str(i)))
+        files.append((tmp_path / str(i) / LORA_FILE).read_bytes())
+    assert len(set(files)) == 1
+    assert_same(load_file(tmp_path / "0" / LORA_FILE), load_file(saved[0] / "export" / LORA_FILE), atol=0)
+    with safe_open(tmp_path / "0" / LORA_FILE, "pt") as file:
+        told = json.loads(file.metadata()["lora_adapter_metadata"])
+    modules = told["transformer.target_modules"]
+    assert len(modules) > 1 and modules == sorted(modules)
+
+
+def test_any_order_of_the_metadata_becomes_one(tmp_path):
+    said = {f"key {i}": f'{i} "quoted" \u00e9 \n' for i in range(9)}
+    for i in range(8):
+        save_file({"x": torch.arange(3.0)}, tmp_path / str(i), metadata=said)
+    assert len({(tmp_path / str(i)).read_bytes() for i in range(8)}) > 1
+    for i in range(8):
+        order_metadata(str(tmp_path / str(i)))
+    assert len({(tmp_path / str(i)).read_bytes() for i in range(8)}) == 1
+    with safe_open(tmp_path / "0", "pt") as file:
+        assert file.metadata() == said and file.get_tensor("x").tolist() == [0.0, 1.0, 2.0]

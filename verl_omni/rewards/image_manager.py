@@ -16,6 +16,7 @@ from verl_omni.rewards.judge import with_judge
 from verl_omni.rewards.registry import LoadedOnce, get_reward_fn
 from verl_omni.rewards.reward_function import RewardError, RewardFunction
 from verl_omni.rewards.scoring import Failures, Scoring
+from verl_omni.utils.secrets import revealed
 
 
 @register("image")
@@ -115,10 +116,10 @@ def as_reward_function(compute_score: Any, choice: Choice) -> RewardFunction:
         return compute_score
     if compute_score is not None:
         return RewardFunction(compute_score, getattr(compute_score, "__name__", "compute_score"))
-    function = get_reward_fn(choice.name)
+    function, settings = get_reward_fn(choice.name), revealed(dict(choice.settings), f"reward.scorers.{choice.label}")
     if inspect.isclass(function):
-        return RewardFunction(LoadedOnce(function, choice.settings), described(choice.label))
-    return RewardFunction(function, described(choice.label), dict(choice.settings))
+        return RewardFunction(LoadedOnce(function, settings), described(choice.label))
+    return RewardFunction(function, described(choice.label), settings)
 
 
 def described(label: str) -> str:

@@ -11,6 +11,7 @@ import ray
 from verl_omni.rewards.choice import Choice
 from verl_omni.rewards.registry import Scores, get_reward_fn
 from verl_omni.utils.external_lib import import_external_lib
+from verl_omni.utils.secrets import revealed
 
 Places = Callable[[str], list[dict[str, Any]]]  # name of a pool -> for each of its processes, Ray's options
 
@@ -20,8 +21,8 @@ class ScorerProcess:
 
     def __init__(self, name: str, settings: Mapping[str, Any], external_lib: Any):
         import_external_lib(external_lib)
-        reward = get_reward_fn(name)
-        self._settings = {} if inspect.isclass(reward) else dict(settings)
+        reward, settings = get_reward_fn(name), revealed(dict(settings), f"reward.scorers.{name}")
+        self._settings = {} if inspect.isclass(reward) else settings
         self._scorer = reward(**settings) if inspect.isclass(reward) else reward
         parameters = inspect.signature(self._scorer).parameters.values()
         self._wanted = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from verl_omni.config.knob import Range
 from verl_omni.utils.registry import Registry
+from verl_omni.utils.secrets import revealed
 from verl_omni.utils.suggest import unknown
 
 Scores = list[dict[str, Any]]
@@ -106,8 +107,8 @@ def _settings(reward: RewardFn) -> dict[str, inspect.Parameter]:
 
 def make_scorer(name: str, settings: Mapping[str, Any] | None = None) -> Callable[..., Scores]:
     """What scores a batch of images, with its settings; the model of a class is loaded here."""
-    reward = get_reward_fn(name)
-    return reward(**(settings or {})) if inspect.isclass(reward) else partial(reward, **(settings or {}))
+    reward, settings = get_reward_fn(name), revealed(dict(settings or {}), f"reward.scorers.{name}")
+    return reward(**settings) if inspect.isclass(reward) else partial(reward, **settings)
 
 
 class LoadedOnce:
@@ -144,6 +145,7 @@ def check_settings(name: str, settings: Mapping[str, Any], label: str | None = N
     for key, value in settings.items():
         if key not in known:
             raise ValueError(unknown(f"setting of reward.scorers.{label}", key, known))
+        revealed(value, f"reward.scorers.{label}.{key}")  # it is there; and no line below may show it
         _check_value(f"reward.scorers.{label}.{key}", value, kinds.get(key))
     for key in required_settings(name):
         if key not in settings:

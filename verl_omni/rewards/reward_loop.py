@@ -17,6 +17,7 @@ from verl_omni.rewards.pool import Places, ScorerPool, start_pools
 from verl_omni.rewards.reward_function import RewardFunction
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.external_lib import import_external_lib
+from verl_omni.utils.secrets import revealed
 
 MOST_IMAGES = 100_000  # that wait for their scores at one worker
 
@@ -26,7 +27,7 @@ def load_custom_reward_function(reward_config: DictConfig) -> RewardFunction | N
     custom = reward_config.custom_reward_function
     if not custom.path:
         return None
-    kwargs = OmegaConf.to_object(custom.reward_kwargs)
+    kwargs = revealed(OmegaConf.to_object(custom.reward_kwargs), "reward.custom_reward_function.reward_kwargs")
     return RewardFunction.load(custom.path, custom.name, kwargs, reward_config.timeout)
 
 

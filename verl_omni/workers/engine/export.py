@@ -1,5 +1,6 @@
 """Trained weights as files that diffusers loads, and LoRA files to start from."""
 
+import json
 import os
 from typing import TYPE_CHECKING
 
@@ -45,11 +46,28 @@ def _write_lora(engine: "DiffusionEngine", states: dict[str, dict[str, torch.Ten
     for name, state in states.items():
         # peft puts the adapter's name into the key; diffusers' files do not have it. Buffers are the base model's.
         lora = {k.replace(".default.", "."): v.contiguous() for k, v in state.items() if ".lora_" in k}
+        told = engine.parts[name].peft_config["default"].to_dict()
+        target = _lora_folder(folder, engine.parts, name)
         pipeline_class(engine.model_config.architecture).save_lora_weights(
-            _lora_folder(folder, engine.parts, name),
+            target,
             transformer_lora_layers=lora,
-            transformer_lora_adapter_metadata=engine.parts[name].peft_config["default"].to_dict(),
+            # A set has another order in every process.
+            transformer_lora_adapter_metadata={k: sorted(v) if isinstance(v, set) else v for k, v in told.items()},
         )
+        order_metadata(os.path.join(target, LORA_FILE))
+
+
+def order_metadata(path: str) -> None:
+    """safetensors writes its metadata in an order of chance: identical runs are to leave identical files."""
+    with open(path, "r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header.get("__metadata__", {}).items()))
+        ordered = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(length)
+        if len(ordered) != length:  # what follows would have to move
+            raise ValueError(f"{path}: its header cannot be written again in the same place")
+        file.seek(8)
+        file.write(ordered)
 
 
 def _write_full(engine: "DiffusionEngine", states: dict[str, dict[str, torch.Tensor]], folder: str) -> None:
