@@ -15,6 +15,7 @@ from verl_omni.pipelines.model_base import _BUILTIN, DiffusionModelBase
 from verl_omni.pipelines.model_folder import check_model_folder
 from verl_omni.pipelines.utils import load_component, pipeline_class, read_component_config, read_index
 from verl_omni.trainer.failures import users_mistake
+from verl_omni.workers.rollout.vllm_rollout.engine import build_engine
 
 QWEN = "QwenImagePipeline"
 
@@ -163,7 +164,12 @@ def stranger(tmp_path, monkeypatch):
 
 def test_a_strangers_module_is_not_imported(stranger, tmp_path):
     adapter = DiffusionModelBase.get_class(stranger)
-    for load in (check_model_folder, lambda model: adapter.load_pipeline(model, "cpu", torch.float32)):
+    loaders = (
+        check_model_folder,
+        lambda model: adapter.load_pipeline(model, "cpu", torch.float32),
+        lambda model: build_engine(None, model, torch.float32, compiled=False),  # vLLM-Omni's
+    )
+    for load in loaders:
         with pytest.raises(ValueError, match="from the library 'stranger_helper', which would be imported"):
             load(stranger)
     assert not (tmp_path / "ran").exists()

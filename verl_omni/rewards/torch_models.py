@@ -109,10 +109,10 @@ def load_pretrained(cls: Any, source: str, name: str, setting: str = "model", **
         raise RunError(cannot_load(name, setting, source, error, "the folder")) from error
 
 
-def refuse_code_of(where: str, folder: Path) -> None:
+def refuse_code_of(where: str, folder: str | Path) -> None:
     """Only what is in a folder can be looked at beforehand; from the hub transformers itself takes no code unasked."""
     try:
-        refuse_code(folder)
+        refuse_code(folder, programs=True)
     except (OSError, ValueError) as error:
         raise RunError(f"{where}: {error}") from error
 

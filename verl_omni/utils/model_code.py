@@ -16,14 +16,15 @@ ADAPTER = "adapter_config.json"
 CODE_KEYS = ("auto_map", "trust_remote_code", "custom_pipeline", "custom_pipelines", "auto_mapping", "parent_library")
 
 
-def refuse_code(folder: str | Path, libraries: Collection[str] = LIBRARIES) -> None:
+def refuse_code(folder: str | Path, libraries: Collection[str] = LIBRARIES, programs: bool = False) -> None:
     """One line that names the file, where something in a model's folder is not data.
 
-    `libraries` are those that its model_index.json may name: diffusers imports any that stands there.
+    `libraries` are those that its model_index.json may name: diffusers imports any that stands there. With `programs`,
+    files may lie there that are some, where nothing names them.
     """
     root = Path(folder).expanduser()
     for path in _files(root):
-        if path.suffix in PROGRAMS:
+        if path.suffix in PROGRAMS and not programs:
             raise ValueError(f"{path} is a program, and a model's folder holds data only: take it away")
         if path.name == ADAPTER or (path.name == INDEX and path.parent != root):
             raise ValueError(f"{path} would have another model loaded from inside this one: take it away")

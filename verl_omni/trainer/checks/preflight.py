@@ -11,7 +11,6 @@ from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.settings import check_size
 from verl_omni.trainer.checks.preparation import prepare_config
 from verl_omni.trainer.diffusion.resuming import Start, plan_start
-from verl_omni.utils.model_code import refuse_code
 from verl_omni.utils.suggest import unknown
 
 # Tokens that a model's template adds to a prompt, at most.
@@ -163,11 +162,13 @@ def check_reward_manager(config: DictConfig) -> None:
 
 def check_judge(served: DictConfig, device: str) -> None:
     """It has a model, and devices where there are any."""
+    from verl_omni.rewards.torch_models import refuse_code_of
+
     if not served.model_path:
         raise ValueError("reward.reward_model.enable=true needs reward.reward_model.model_path=<the judge's folder>")
     folder = os.path.expanduser(served.model_path)
     if os.path.isdir(folder) and "trust" not in served.command:  # --trust-remote-code is its user's own decision
-        refuse_code(folder)
+        refuse_code_of(f'reward.reward_model.model_path="{served.model_path}"', folder)
     if served.enable_resource_pool and not served.n_gpus_per_node:
         raise ValueError(
             "reward.reward_model.enable_resource_pool=true gives the judge GPUs of its own: say how many, "

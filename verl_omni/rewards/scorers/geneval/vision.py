@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_omni.rewards.scorers.geneval.rules import Box, Seen
 from verl_omni.rewards.scorers.geneval.tasks import COLOURS
-from verl_omni.utils.model_code import refuse_code
+from verl_omni.rewards.torch_models import refuse_code_of
 from verl_omni.utils.suggest import unknown
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def _load(cls: Any, path: str, device: str, setting: str, kinds: Iterable[str]) 
 
     where = f'reward.scorers.geneval.{setting}="{path}"'
     if os.path.isdir(path):
-        refuse_code(path)
+        refuse_code_of(where, path)
     try:
         kind = AutoConfig.from_pretrained(path).model_type
         if kind not in kinds:

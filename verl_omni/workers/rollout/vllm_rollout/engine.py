@@ -144,6 +144,7 @@ def build_engine(
     config: DiffusionRolloutConfig, model_config: DiffusionModelConfig, dtype: torch.dtype, compiled: bool
 ) -> Any:
     """vLLM-Omni's engine with our pipeline in it, and the weights of the model's folder."""
+    DiffusionModelBase.get_class(model_config).refuse_code(model_config)
     for name, value in LOGGING.items():  # read on import
         os.environ.setdefault(name, value)
     from vllm_omni.diffusion.data import DiffusionParallelConfig, OmniDiffusionConfig
@@ -154,7 +155,6 @@ def build_engine(
 
     if not dist.is_initialized():  # it would listen on a port, for ranks that there are not
         dist.init_process_group(current_omni_platform.dist_backend, store=dist.HashStore(), rank=0, world_size=1)
-    DiffusionModelBase.get_class(model_config).refuse_code(model_config)
     pipeline = VllmOmniPipelineBase.get_class(model_config.architecture, model_config.algorithm)
     settings = OmniDiffusionConfig(
         model=os.path.expanduser(model_config.path),
