@@ -15,6 +15,7 @@ from pathlib import Path
 def read_rows(path: Path, split: str, negative_prompt: str) -> list[dict]:
     """The rows of a file, each of them checked by what will judge it."""
     from verl_omni.rewards.scorers.geneval.tasks import read_task
+    from verl_omni.utils.json_files import parse_object
     from verl_omni.utils.suggest import nearest
 
     rows = []
@@ -22,7 +23,7 @@ def read_rows(path: Path, split: str, negative_prompt: str) -> list[dict]:
         if not line.strip():
             continue
         try:
-            told = json.loads(line)
+            told = parse_object(line, "the line")
             for name in ("prompt", "tag", "include"):
                 if name not in told:
                     raise ValueError(f'there is no "{name}".{nearest(name, told)}')
