@@ -1,5 +1,6 @@
 """A model folder with something wrong: one line that names the file, before any worker starts."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -173,7 +174,7 @@ def test_a_strangers_module_is_not_imported(stranger, tmp_path):
         with pytest.raises(ValueError, match="from the library 'stranger_helper', which would be imported"):
             load(stranger)
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(Exception, match=""):  # diffusers imports it, whatever it says then
+    with contextlib.suppress(Exception):  # diffusers imports it, whatever it says then
         pipeline_class(QWEN).from_pretrained(stranger.path)
     assert (tmp_path / "ran").exists(), "the trace is left where the module is imported"
 
