@@ -68,6 +68,7 @@ def test_an_expert_that_only_fillers_reached_has_no_gradient(kind, counted):
         parameter.grad = torch.zeros_like(parameter)
     sigma = torch.tensor([[0.95, 0.99], [1.0, 0.9], [0.1, 0.89], [0.2, 0.3]])
     share = torch.tensor([name in counted for name in experts for _ in range(2)]).double() / (2 * len(counted))
+    share = share if kind is NoiseLevels else share[:, None].expand(4, 2) / 2  # of a sample; of each of its steps
     replay = kind.__new__(kind)
     replay.scheduler = SimpleNamespace(config=SimpleNamespace(num_train_timesteps=1000))
     held = SimpleNamespace(

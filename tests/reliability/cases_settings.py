@@ -116,7 +116,7 @@ def names() -> list[BadInput]:
                  f"{A}model.algorithm=half_algo", "algorithm.adv_estimator=flow_grpo",
                  f"{A}actor.diffusion_loss.loss_mode=flow_grpo"), ("HalfAdapter",), files={"half.py": HALF}),
         BadInput("Names", "corrections where there is nothing to correct",
-                 ("algorithm.rollout_correction.rollout_is=step",), ("rollout_is=step",)),
+                 ("algorithm.rollout_correction.rollout_is=step",), ("rollout_correction",)),
         BadInput("Names", "a served reward model", ("reward.reward_model.enable=true",), ("reward_model.enable",)),
     ]  # fmt: skip
     return cases

@@ -175,8 +175,8 @@ CASES = {
         [f"{A}rollout.n_gpus_per_node=2"],
         "one_step_off or fully_async, or leave",
     ),
-    "weights of steps": (["algorithm.rollout_correction.rollout_is=step"], "set actor_rollout_ref.hybrid_engine=false"),
-    "rejection": (["algorithm.rollout_correction.rollout_rs=step_k1"], "rollout_rs=step_k1 has no effect with"),
+    "weights of steps": (["algorithm.rollout_correction.rollout_is=step"], "set trainer.mode=separate, one_step_off"),
+    "rejection": (["algorithm.rollout_correction.rollout_rs=step_k1"], "rollout_correction has no effect where the"),
     "judge without a model": (["reward.reward_model.enable=true"], "needs reward.reward_model.model_path=<the judge's"),
     "judge without GPUs in its pool": (
         [*JUDGE, "reward.reward_model.enable_resource_pool=true"],

@@ -8,7 +8,8 @@ import torch
 from e2e_runs import metrics, run_here, settings
 from verl.protocol import DataProto
 
-from verl_omni.trainer.diffusion.failed_rewards import rows_and_shares, scored_part, scored_rows
+from verl_omni.trainer.diffusion.failed_rewards import scored_part, scored_rows
+from verl_omni.trainer.diffusion.gaps import rows_and_shares
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.errors import RunError
 from verl_omni.workers.engine.reverse_steps import ReverseSteps
@@ -42,13 +43,15 @@ def test_a_step_without_any_score_ends_the_run():
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("minis", [1, 2, 4])
 @pytest.mark.parametrize("size", [1, 3, 100])
-def test_the_gradient_is_the_mean_over_what_is_left(ranks, minis, size):
-    """Any number stands for a pair's gradient; ranks average theirs."""
+@pytest.mark.parametrize("rejected", [False, True], ids=["samples", "steps"])
+def test_the_gradient_is_the_mean_over_what_is_left(ranks, minis, size, rejected):
+    """Of samples without a score, or of single steps. Any number stands for a pair's gradient; ranks average theirs."""
     torch.manual_seed(minis)
     rows, steps = 16, 3
-    kept = torch.rand(rows) > 0.4
+    kept = torch.rand(rows, steps if rejected else 1) > 0.4
     kept.reshape(ranks, minis, -1)[0, :, 0] = True
     kept.reshape(ranks, minis, -1)[:, -1] &= minis == 1  # nothing is left of the last mini-batch
+    kept = kept.expand(rows, steps).contiguous()
     value = torch.randn(rows, steps, dtype=torch.float64)
     replay = ReverseSteps.__new__(ReverseSteps)
     replay.engine = SimpleNamespace(whole_units=lambda pairs: pairs, layout=Layout())
@@ -56,7 +59,7 @@ def test_the_gradient_is_the_mean_over_what_is_left(ranks, minis, size):
     assert alive == max(1, minis - 1) and len(chosen) == len(share) == rows // minis * alive
     by_mini = torch.arange(rows).reshape(ranks, minis, -1)
     for mini, (there, its_share) in enumerate(
-        zip(chosen.reshape(ranks, alive, -1).unbind(1), share.reshape(ranks, alive, -1).unbind(1), strict=True)
+        zip(chosen.reshape(ranks, alive, -1).unbind(1), share.reshape(ranks, alive, -1, steps).unbind(1), strict=True)
     ):
         found = []
         for rank in range(ranks):
@@ -70,7 +73,7 @@ def test_the_gradient_is_the_mean_over_what_is_left(ranks, minis, size):
             parts = [(replay.take(data, part)["advantages"], part.share) for part in replay.split(data, size)]
             found.append(sum(advantages.mean() * share for advantages, share in parts))
         real = by_mini[:, mini].reshape(-1)
-        expected = value[real[kept[real]]].mean()
+        expected = value[real][kept[real]].mean()
         torch.testing.assert_close(sum(found) / ranks, expected)
 
 

@@ -212,7 +212,7 @@ def test_a_loss_may_ask_for_all_that_the_model_gives(own):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["algorithm.rollout_correction.bypass_mode=true"], "bypass_mode=true has no effect with"),
+        (["algorithm.rollout_correction.bypass_mode=true"], "in float32 as training does: leave it out"),
         (["algorithm.rollout_correction.rollout_is_threshold=3"], "set algorithm.rollout_correction.rollout_is"),
         (["trainer.max_staleness=0"], "max_staleness=0 has no effect with trainer.mode=colocated"),
         (["trainer.max_staleness=0"], "or set trainer.mode=one_step_off or fully_async"),

@@ -55,6 +55,14 @@ def means(data: dict[str, torch.Tensor], dtype: str) -> torch.Tensor:
         return engine.infer_batch(data)["model_output"]["prev_sample_mean"].unflatten(0, data["all_timesteps"].shape)
 
 
+def shares(data: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Of two samples, one of them with a single step left: where there are two ranks, the second has nothing."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    kept = torch.zeros(len(data["all_timesteps"]) * ranks, data["all_timesteps"].shape[1], dtype=torch.float64)
+    kept[0], kept[2, 1] = 1, 1
+    return kept[rank::ranks] * ranks / kept.sum()
+
+
 def observe(engine, data: dict[str, torch.Tensor], checkpoint: Path) -> dict:
     """Everything that must not depend on the number of ranks."""
     add_reference(engine, data)
@@ -63,6 +71,9 @@ def observe(engine, data: dict[str, torch.Tensor], checkpoint: Path) -> dict:
         engine.optimizer_zero_grad()
         engine.forward_backward_batch(data, loss)
         seen = {"gradients": gradients(engine)}
+        engine.optimizer_zero_grad()
+        rejected = engine.forward_backward_batch(data | {"share": shares(data)}, loss)
+        seen |= {"of what is kept": gradients(engine), "metrics of what is kept": [rejected["metrics"]]}
     seen["metrics"] = update(engine, data, loss)
     seen["weights"], seen["ema"] = weights(engine), ema(engine)
     engine.save_checkpoint(str(checkpoint))
@@ -103,11 +114,11 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 def test_one_and_two_ranks_agree(runs, name):
     _, one, two, _ = runs[name]
-    for key in ("metrics", "later_metrics"):
+    for key in ("metrics", "later_metrics", "metrics of what is kept"):
         for ours, theirs in zip(one[key], two[key], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
     assert one["metrics"][1]["kl_loss"] > 0
-    for key in ("gradients", "weights", "ema", "later_weights"):
+    for key in ("gradients", "of what is kept", "weights", "ema", "later_weights"):
         assert_same(one[key], two[key])
     assert max(g.abs().max() for g in one["gradients"].values()) > 1e-2
     assert moved(one["later_weights"], one["weights"]) > 1e-4

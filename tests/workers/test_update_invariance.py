@@ -12,6 +12,7 @@ from engine_cases import (
     make_engine,
     model_config,
     moved,
+    part,
     roll_out,
     update,
     weights,
@@ -28,11 +29,11 @@ def batch(lora: bool):
     return data, weights(engine)
 
 
-def updated(lora: bool, micro_batch_size: int = 18, fsdp: dict | None = None, **model):
+def updated(lora: bool, micro_batch_size: int = 18, fsdp: dict | None = None, data: dict | None = None, **model):
     """Weights and metrics after two optimizer steps on the same batch (18 pairs)."""
     engine = make_engine(model_config(tiny_checkpoint(), cfg=True, lora=lora, **model), **(fsdp or {}))
     engine.micro_batch_size = micro_batch_size
-    metrics = update(engine, batch(lora)[0], loss_function(kl=0.1))
+    metrics = update(engine, data or batch(lora)[0], loss_function(kl=0.1))
     return weights(engine), metrics
 
 
@@ -52,6 +53,37 @@ def test_any_micro_batch_size_gives_the_same_update(lora, size):
         assert one.keys() == other.keys()
         for name in one:
             assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
+
+
+def rejecting(*rejected: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """The batch without these samples, or (sample, step)s. What they hold is far off, so that it would be seen."""
+    data = {k: v.clone() for k, v in batch(True)[0].items()}
+    kept = torch.ones(data["all_timesteps"].shape, dtype=torch.bool)
+    for pair in rejected:
+        kept[pair] = False
+        data["advantages"][pair] = 50.0
+        data["ref_prev_sample_mean"][pair] += 50.0
+    return data | {"share": kept / kept.sum().double()}
+
+
+def test_samples_that_are_rejected_might_as_well_not_have_been_drawn():
+    """Neither the loss, nor the KL term, nor the divisor, nor a metric knows of them."""
+    found, metrics = updated(True, 5, data=rejecting((1,), (4,)))
+    expected, known = updated(True, data=part(batch(True)[0], [0, 2, 3, 5]))
+    assert moved(expected, batch(True)[1]) > 5e-4 and known[1]["kl_loss"] > 0
+    assert_same(expected, found)
+    for one, other in zip(known, metrics, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_with_rejected_steps_any_micro_batch_size_gives_the_same_update(size):
+    rejected = [(0, 0), (0, 1), (0, 2), (1, 0), (3, 2)]  # of the first four pairs none is left
+    (expected, known), (found, metrics) = (updated(True, n, data=rejecting(*rejected)) for n in (18, size))
+    assert moved(expected, plain(True)[0]) > 1e-5
+    assert_same(expected, found)
+    for one, other in zip(known, metrics, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])

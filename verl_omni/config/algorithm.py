@@ -5,7 +5,6 @@ from typing import Any
 
 from verl_omni.config.knob import MOST_DENOISING, MOST_STEPS, knob, names_in
 
-SERVERS = "actor_rollout_ref.hybrid_engine=false"  # the embedded engine leaves nothing to correct
 DIRECT_PREFERENCE = "algorithm.trainer_type=direct_preference"
 
 
@@ -15,31 +14,33 @@ class RolloutCorrectionConfig:
 
     rollout_is: str | None = knob(
         None,
-        "importance weights for each `step` or `sequence` (all steps of a sample); null: none",
+        "importance weights for each `step` (verl: token) or `sequence` (all steps of a sample); null: none, but "
+        "`step` where samples are stale and drawn in another arithmetic than training's",
         choices=names_in("verl_omni.algorithms.rollout_correction", "LEVELS"),
-        needs=SERVERS,
     )
-    rollout_is_threshold: float = knob(
-        2.0, "weights are capped at this", above=0, needs="algorithm.rollout_correction.rollout_is"
+    rollout_is_threshold: Any = knob(
+        2.0,
+        "weights are capped at this; those outside of [lower, upper] (verl: lower_upper) are 0",
+        above=0,
+        needs="algorithm.rollout_correction.rollout_is",
     )
     rollout_is_batch_normalize: bool = knob(
         False, "divide weights by their mean", needs="algorithm.rollout_correction.rollout_is"
     )
     rollout_rs: str | None = knob(
         None,
-        "rejection: step_k1, seq_sum_k2, seq_mean_k3, seq_max_k2, ... (several: separated by commas); null: none",
-        needs=SERVERS,
+        "rejection: step_k1 (verl: token_k1), seq_sum_k2, seq_mean_k3, seq_max_k2, ... (several: separated by commas); "
+        "null: none",
     )
     rollout_rs_threshold: Any | None = knob(
         None,
-        "bounds of what is kept: an upper bound, or (k1) [lower, upper]",
+        "bounds of what is kept: an upper bound, or (k1) [lower, upper] (verl: lower_upper)",
         above=0,
         needs="algorithm.rollout_correction.rollout_rs",
     )
     bypass_mode: bool = knob(
         False,
-        "take the rollout's own log-probabilities as the old ones; recompute nothing",
-        needs=SERVERS,
+        "take the rollout's own log-probabilities as the old ones; weights are then for the metrics alone",
     )
 
 

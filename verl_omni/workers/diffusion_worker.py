@@ -204,7 +204,8 @@ class DiffusionWorker(Worker):
     @register(dispatch_mode=BY_ROWS)
     @names_memory_knobs("old log-probabilities")
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """Log-probabilities of the stored steps under the policy as it is now, and means if the loss asks for them."""
+        """Log-probabilities of the stored steps under the policy as it is now. Means too, if the loss compares with
+        them and not with the rollout's."""
         batch = self._batch(data)
         batch.pop("uncond_velocity", None)  # the rollout's: what is asked for is how training sees its steps
         # The update compares with these: in the kernels of its own graph, where others would round differently.
@@ -213,7 +214,8 @@ class DiffusionWorker(Worker):
         output = output["model_output"]
         self._count_flops("old_log_prob")
         found = {"old_log_probs": output["log_probs"]}
-        if "old_prev_sample_mean" in self.loss_function.loss_fn.data_keys(self.actor_config):
+        compared = not self.config.algorithm.rollout_correction.bypass_mode
+        if compared and "old_prev_sample_mean" in self.loss_function.loss_fn.data_keys(self.actor_config):
             found["old_prev_sample_mean"] = output["prev_sample_mean"]
         return self._per_step(data, **found)
 
@@ -238,8 +240,8 @@ class DiffusionWorker(Worker):
         steps = data.batch["all_timesteps"].shape
         outputs = {k: v.unflatten(0, steps) for k, v in outputs.items()}
         if self.trajectories.holds(data):
+            small = {k: outputs.pop(k).cpu() for k in list(outputs) if not columns.of(k).large}
             self.trajectories.add(data, outputs)
-            small = {k: v.cpu() for k, v in outputs.items() if not columns.of(k).large}
             return DataProto.from_dict({"sample_id": data.batch["sample_id"], **small})
         return DataProto.from_dict({k: v.cpu() for k, v in outputs.items()})
 
@@ -314,23 +316,22 @@ class DiffusionWorker(Worker):
         """What this update compares with, said once and whenever it changes; None for a loss that has no use for it."""
         if "log_probs" not in self.loss_function.loss_fn.required_model_output_keys:
             return None
-        same_arithmetic = self.engine.rounds_like_rollout and self._same_software
-        chosen = choose_old_log_probs(self.actor_config.old_log_probs, same_arithmetic, same_weights=not stale)
+        chosen = choose_old_log_probs(self.actor_config.old_log_probs, self._same_arithmetic, same_weights=not stale)
         if chosen != self.old_log_probs and dist.get_rank() == 0:
             print(f"Old log-probabilities: {chosen.source} ({chosen.why}).", file=sys.stderr, flush=True)  # to run.log
         self.old_log_probs = chosen
         return chosen
 
     @property
-    def _same_software(self) -> bool:
-        """Whether samples are drawn by the module that is trained, or by one like it."""
-        return self.rollout_config.name == "diffusers"
+    def _same_arithmetic(self) -> bool:
+        """Whether the rollout's log-probabilities of a step are training's own."""
+        return self.engine.rounds_like_rollout and rollout_class(self.rollout_config.name).same_arithmetic
 
     def _check_first_ratio(self, metrics: dict[str, float]) -> None:
         """Where another policy than the trained one samples, nothing is known about the ratio."""
         if get_algorithm(self.model_config.algorithm).rollout_policy == "current":
-            others = not (self.engine.rounds_like_rollout and self._same_software)
-            check_first_ratio(metrics, self.actor_config.first_ratio_tolerance, other_kernels=others)
+            tolerance = self.actor_config.first_ratio_tolerance
+            check_first_ratio(metrics, tolerance, other_kernels=not self._same_arithmetic)
 
     def _recompute_old(self, minis: list[dict[str, torch.Tensor]]) -> None:
         """Before the first update: what later optimizer steps compare with."""

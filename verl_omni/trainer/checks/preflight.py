@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_omni.config import DiffusionModelConfig, DiffusionPipelineConfig, validation_pipeline
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.settings import check_size
+from verl_omni.trainer.checks.correction import without_weights
 from verl_omni.trainer.checks.preparation import prepare_config
 from verl_omni.trainer.diffusion.resuming import Start, plan_start
 from verl_omni.utils.suggest import unknown
@@ -36,7 +37,10 @@ def check_start(config: DictConfig) -> Start:
     total = trainer.total_training_steps
     if total is None and not trainer.val_only:
         total = steps_for_epochs(len(load_datasets(config)[0]), data.train_batch_size, trainer.total_epochs)
-    return plan_start(config, total or 0)
+    start = plan_start(config, total or 0)
+    if not start.finished and (line := without_weights(OmegaConf.to_object(config))):
+        start.notices.append(line)
+    return start
 
 
 def check_data(config: DictConfig) -> None:

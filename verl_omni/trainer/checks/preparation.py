@@ -20,7 +20,6 @@ from verl_omni.algorithms.registry import (
     get_diffusion_loss_fn,
     resolve_algorithm_defaults,
 )
-from verl_omni.algorithms.rollout_correction import check_correction, is_on
 from verl_omni.config import DiffusionPipelineConfig, validation_pipeline
 from verl_omni.config.algorithm import DiffusionAlgoConfig
 from verl_omni.config.keys import check_keys_of
@@ -33,6 +32,7 @@ from verl_omni.pipelines.schedulers.steps import Step, get_step, step_names
 from verl_omni.pipelines.schedulers.windows import check_window
 from verl_omni.pipelines.settings import check_size
 from verl_omni.rewards.choice import read_choices, weighted
+from verl_omni.trainer.checks.correction import check_correction_fits, fill_correction
 from verl_omni.trainer.checks.preference import check_trainer_fits
 from verl_omni.trainer.checks.rollout_engine import check_checkpoint_engine, check_http, check_rollout_engine
 from verl_omni.trainer.checks.workers import check_workers
@@ -49,6 +49,7 @@ def prepare_config(config: DictConfig) -> DictConfig:
     known = OmegaConf.merge(_schema(), config)
     given, settings = OmegaConf.to_object(known), _fill(OmegaConf.to_object(known))
     check_ranges(settings)
+    fill_correction(settings)
     check_effect(given, settings)
     _check(settings)
     # Other processes, and those of a cluster above all, are in other folders and may have another home.
@@ -89,23 +90,7 @@ def _fill(settings: DiffusionTrainerConfig) -> DiffusionTrainerConfig:
             )
         settings.algorithm.reward_weights = weighted(choices)
     _fill_placement(settings)
-    _fill_old_log_probs(settings)
     return settings
-
-
-def _fill_old_log_probs(settings: DiffusionTrainerConfig) -> None:
-    """A correction compares the rollout's log-probabilities with recomputed ones; bypassing it takes the rollout's."""
-    actor, correction = settings.actor_rollout_ref.actor, settings.algorithm.rollout_correction
-    asked = "recompute" if is_on(correction) else "rollout" if correction.bypass_mode else None
-    if asked is None:
-        return
-    if actor.old_log_probs not in (None, asked):
-        knobs = "rollout_is and rollout_rs" if asked == "recompute" else "bypass_mode"
-        raise ValueError(
-            f"actor_rollout_ref.actor.old_log_probs={actor.old_log_probs}: {knobs} of algorithm.rollout_correction go "
-            f"with old_log_probs={asked}; leave one of the two out"
-        )
-    actor.old_log_probs = asked
 
 
 def _fill_placement(settings: DiffusionTrainerConfig) -> None:
@@ -145,18 +130,7 @@ def _check(settings: DiffusionTrainerConfig) -> None:
     check_rollout_engine(settings)
     check_checkpoint_engine(settings)
     check_http(settings)
-    if is_on(correction := settings.algorithm.rollout_correction) or correction.bypass_mode:
-        if settings.algorithm.trainer_type != "policy_gradient":
-            raise ValueError(
-                "algorithm.rollout_correction is for policy gradient: direct preference has no log-probabilities"
-            )
-        check_correction(correction)
-        loss_fn = get_diffusion_loss_fn(loss.loss_mode)
-        if is_on(correction) and "rollout_is_weights" not in inspect.signature(loss_fn.compute_loss).parameters:
-            raise ValueError(
-                f"algorithm.rollout_correction would change nothing: {type(loss_fn).__name__}.compute_loss takes no "
-                "rollout_is_weights"
-            )
+    check_correction_fits(settings)
     _check_numbers(settings)
     check_workers(settings)
 

@@ -33,31 +33,3 @@ def scored_part(batch: DataProto, step: int) -> tuple[torch.Tensor, DataProto]:
         f"from: {why}"
     )
     return kept, batch[kept.nonzero()[:, 0]]
-
-
-def with_gaps(
-    whole: DataProto, part: DataProto, kept: torch.Tensor, mini_batches: int, ranks: int
-) -> tuple[DataProto, int]:
-    """(all rows in training order, where those that are left out count nothing; mini-batches with anything in them)."""
-    rows, share, mini_batches = rows_and_shares(kept, mini_batches, ranks)
-    for name in set(part.batch.keys()) - set(whole.batch.keys()):  # advantages, weights, ...
-        value = part.batch[name]
-        whole.batch[name] = value.new_zeros(len(whole), *value.shape[1:])
-        whole.batch[name][kept] = value
-    whole.batch["share"] = torch.zeros(len(whole), dtype=torch.float64)
-    whole.batch["share"][rows] = share
-    return whole[rows], mini_batches
-
-
-def rows_and_shares(kept: torch.Tensor, mini_batches: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """What to train on where some rows are left out: (rows, the share of each in its rank's mean, mini-batches).
-
-    Rows are in training order: contiguous chunks of ranks, each cut into mini-batches. A row that is left out stays
-    with share 0, so that ranks have equally many; a mini-batch of which nothing is left goes.
-    """
-    by_mini = kept.reshape(ranks, mini_batches, -1)
-    count = by_mini.sum(dim=(0, 2), keepdim=True)
-    share = by_mini * (ranks / count.clamp_min(1).double())
-    alive = count[0, :, 0] > 0
-    rows = torch.arange(len(kept)).reshape(by_mini.shape)[:, alive].reshape(-1)
-    return rows, share[:, alive].reshape(-1), int(alive.sum())

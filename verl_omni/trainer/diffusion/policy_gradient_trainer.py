@@ -7,13 +7,14 @@ from verl.protocol import DataProto
 
 from verl_omni.algorithms.advantages import weighted_rewards
 from verl_omni.algorithms.registry import estimate_advantages
-from verl_omni.algorithms.rollout_correction import correction_weights, is_on
+from verl_omni.algorithms.rollout_correction import correct, is_on, weighs
 from verl_omni.config.algorithm import DiffusionAlgoConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.schedulers.windows import sde_window
 from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
 from verl_omni.trainer.diffusion.experience import Experience
-from verl_omni.trainer.diffusion.failed_rewards import scored_part, with_gaps
+from verl_omni.trainer.diffusion.failed_rewards import scored_part
+from verl_omni.trainer.diffusion.gaps import with_gaps
 from verl_omni.trainer.diffusion.ordering import train_steps
 from verl_omni.trainer.progress import timer
 from verl_omni.utils.arrays import object_array
@@ -32,24 +33,22 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
         keys = self.loss_function.loss_fn.data_keys(self.settings.actor_rollout_ref.actor)
         batch = experience.batch
         batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-        correction, corrected = self.settings.algorithm.rollout_correction, {}
-        if self.settings.actor_rollout_ref.actor.old_log_probs == "recompute":
+        recomputes = self.settings.actor_rollout_ref.actor.old_log_probs == "recompute"
+        compares = recomputes or is_on(self.settings.algorithm.rollout_correction)
+        if compares:
             with timer(timing, "old_log_prob"):
                 recomputed = self.actor_wg.compute_log_prob(self._for_training(batch))
             batch.batch["old_log_probs"] = recomputed.batch["old_log_probs"]
+        if recomputes:
             keys = (*keys, "rollout_log_probs")  # to be compared with, still
         if self.loss_function.needs_reference:
             with timer(timing, "ref"):
                 experience.batch = batch.union(self.actor_wg.compute_ref_log_prob(self._for_training(batch)))
         batch = self._scored(experience, timing)
         whole = batch
-        kept, batch = scored_part(whole, self.global_step + 1)
-        if self.settings.actor_rollout_ref.actor.old_log_probs == "recompute":
-            weights, corrected = correction_weights(
-                batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], correction
-            )
-            if is_on(correction):
-                batch.batch["rollout_is_weights"] = weights
+        scored, batch = scored_part(whole, self.global_step + 1)
+        kept = scored[:, None].expand(whole.batch["all_timesteps"].shape).clone()
+        metrics = self._correct(whole, batch, scored, kept) if compares else {}
         with timer(timing, "adv"):
             algorithm = self.config.algorithm
             batch = compute_advantage(
@@ -59,21 +58,33 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
                 algorithm.global_std,
                 self.settings.algorithm,
             )
-        trained, minis = batch, self._mini_batches(len(whole))
-        if not kept.all():
-            trained, minis = with_gaps(whole, batch, kept, minis, self.layout.data)
         if self.settings.algorithm.timestep_fraction < 1:
-            drawn = train_steps(
-                whole.batch["all_timesteps"].shape,
-                self.settings.algorithm.timestep_fraction,
-                seed=self._seed("trained steps"),
-            )
+            drawn = train_steps(kept.shape, self.settings.algorithm.timestep_fraction, seed=self._seed("trained steps"))
             # By sample, not by row: the order of rows depends on the number of ranks, the update must not.
-            trained.batch["train_steps"] = drawn[trained.batch["sample_id"]]
+            whole.batch["train_steps"] = drawn[whole.batch["sample_id"]]
+            kept = kept.gather(1, whole.batch["train_steps"])
+        trained, minis = whole, self._mini_batches(len(whole))
+        if not kept.all():
+            trained, minis = with_gaps(whole, batch, scored, kept, minis, self.layout.data)
+        if not minis:
+            return batch, metrics | {"training/skipped_updates": 1.0}
         with timer(timing, "update_actor"):
             stale = experience.version != self.global_step
-            metrics = self._update_actor(self._for_training(trained, keys), minis, stale)
-        return batch, metrics | corrected
+            updated = self._update_actor(self._for_training(trained, keys), minis, stale)
+        return batch, updated | metrics
+
+    def _correct(
+        self, whole: DataProto, batch: DataProto, scored: torch.Tensor, kept: torch.Tensor
+    ) -> dict[str, float]:
+        """Weigh the steps of `batch`, the scored rows of `whole`, and take those that are rejected out of `kept`."""
+        config, own = self.settings.algorithm.rollout_correction, whole.batch["rollout_log_probs"]
+        found = correct(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], config)
+        kept[scored] = found.kept
+        if weighs(config):
+            batch.batch["rollout_is_weights"] = found.weights
+        if config.bypass_mode:  # of what is left out any will do: one far off would be an infinite ratio
+            whole.batch["old_log_probs"] = torch.where(kept, own, whole.batch["old_log_probs"])
+        return found.metrics
 
     @property
     def _guided(self) -> bool:

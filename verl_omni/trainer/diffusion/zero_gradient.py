@@ -40,6 +40,11 @@ def likely_cause(metrics: Mapping[str, float]) -> str:
             "the images of each prompt all have the same reward; look at the reward function, at "
             "actor_rollout_ref.rollout.n, and at whether the task is solved"
         )
+    if metrics.get("rollout_corr/rollout_rs_masked_fraction") == 1.0:
+        return (
+            "every step is rejected; look at algorithm.rollout_correction.rollout_rs_threshold, and at rollout_corr/kl "
+            "for how far training is from the rollout"
+        )
     if metrics.get("training/skipped_updates"):
         return "there was no pair to learn from; look at the rewards"
     return (

@@ -34,7 +34,7 @@ from verl_omni.workers.engine.compile.compile_ahead import compile_ahead
 from verl_omni.workers.engine.compile.fused_gelu import fuse_gelu
 from verl_omni.workers.engine.lora import FoldedLora, base_name
 from verl_omni.workers.engine.metrics import accumulate, and_last, is_maximum
-from verl_omni.workers.engine.module import autocast, build_module, on_gpu, resolve_dtypes
+from verl_omni.workers.engine.module import autocast, build_module, on_gpu, resolve_dtypes, rounds_alike
 from verl_omni.workers.engine.optimizer import build_optimizer
 from verl_omni.workers.engine.policies import Policies, policy_at
 from verl_omni.workers.engine.replay import Batch, Replay, in_order
@@ -364,7 +364,7 @@ class DiffusionEngine(BaseEngine):
     @property
     def rounds_like_rollout(self) -> bool:
         """Whether training reproduces the rollout's log-probabilities to 1e-6."""
-        return self.dtype == torch.float32 and not self.compiled and self.folded_lora is None
+        return rounds_alike(self.dtype, self.compiled, folded=self.folded_lora is not None)
 
     def optimizer_zero_grad(self) -> None:
         self.optimizer.zero_grad()

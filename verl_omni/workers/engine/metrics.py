@@ -1,5 +1,6 @@
 """Metrics over micro-batches: means, but for names with `max`, without waiting for the device."""
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -24,6 +25,8 @@ def accumulate(total: dict[str, torch.Tensor], metrics: dict[str, Any], share: f
     """Weighted mean over micro-batches (or their maximum)."""
     for name, value in metrics.items():
         value = torch.as_tensor(value).detach().double()
+        if share == 0:  # of rows that count for nothing
+            value = torch.full_like(value, -math.inf if is_maximum(name) else 0.0)
         if is_maximum(name):
             total[name] = torch.maximum(total[name], value) if name in total else value
         else:

@@ -42,6 +42,11 @@ def resolve_dtypes(engine_config: FSDPConfig, device: torch.device, lora: bool) 
     return compute, compute if lora else torch.float32
 
 
+def rounds_alike(dtype: torch.dtype, compiled: bool, folded: bool) -> bool:
+    """Whether a pass without a gradient (and with LoRA folded into the weights or not) gives what one with it gives."""
+    return dtype == torch.float32 and not compiled and not folded
+
+
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
     """Compute in `dtype`, on one rank and on many alike."""
     return torch.autocast(device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext()

@@ -132,19 +132,21 @@ class Replay:
     def split(self, data: Batch, size: int) -> Iterator[MicroBatch]:
         """Micro-batches of up to `size` pairs of one kind.
 
-        A column `share` says each sample's part of the rank's mean. Samples with 0 run only where a rank has nothing
-        else to run: every rank takes part in every forward.
+        A column `share` says the part of the rank's mean of each sample (B,), or of each of its pairs (B, K). Those
+        with 0 run only where a rank has nothing else to run: every rank takes part in every forward.
         """
         rows, within = self.pairs(data)
         share = data["share"] if "share" in data else None
-        each = len(rows) // len(share) if share is not None else 1
+        each = 1
+        if share is not None and share.ndim == 1:
+            share, each = share[rows], len(rows) // len(share)
         count = 0
         for chosen in self._of_one_kind(data, rows):
             for part in chosen.split(self.engine.whole_units(size)):
                 row, index = rows[part], within[part]
                 weight = len(row) / len(rows)
                 if share is not None:
-                    weights = share[row]
+                    weights = share.flatten()[part]
                     weight, real = weights.sum().item() / each, weights > 0
                     if real.any():
                         row, index, part = row[real], index[real], part[real]

@@ -7,7 +7,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -50,6 +50,9 @@ def own_copy(tensor: torch.Tensor) -> torch.Tensor:
 class RolloutEngine(ABC):
     """Draws samples with weights of a known version."""
 
+    #: whether it computes a step as training does, operation by operation, so that in float32 its log-probabilities are
+    #: training's own to the last bit
+    same_arithmetic: ClassVar[bool] = False
     #: of the weights that the next request is drawn with
     version: int = 0
 

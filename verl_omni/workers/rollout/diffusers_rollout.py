@@ -25,6 +25,8 @@ from verl_omni.workers.rollout.weights import checked
 
 
 class DiffusersRollout(Drawer, BatchedRollout):
+    same_arithmetic = True
+
     def __init__(
         self,
         config: DiffusionRolloutConfig,
