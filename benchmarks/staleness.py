@@ -28,7 +28,8 @@ def quickstart_settings(out: Path) -> list[str]:
     """The quickstart's recipe as one would type it."""
     from omegaconf import OmegaConf
 
-    from verl_omni.quickstart.__main__ import CHECKPOINT, RECIPE
+    from verl_omni.quickstart.__main__ import RECIPE
+    from verl_omni.quickstart.task import CHECKPOINT
 
     recipe = OmegaConf.to_container(OmegaConf.load(RECIPE / "quickstart.yaml"))
     del recipe["defaults"], recipe["recipe"]

@@ -57,7 +57,7 @@ class VllmOmniRollout(BatchedRollout):
         )
         if config.vae_tiling:
             pipeline.vae.enable_tiling()
-        self.weights = TrainedWeights(pipeline, model_config)
+        self.weights = TrainedWeights(pipeline, model_config, dtype)
         # Of an engine beside training: the policy and version that it has, and where it waits.
         self._held: tuple[str, int] | None = None
         self._host = HostMemory()

@@ -14,7 +14,7 @@ from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.utils import read_component_config
 from verl_omni.utils.json_files import read_object
-from verl_omni.workers.engine.lora import add_lora, base_name
+from verl_omni.workers.engine.lora import add_lora, base_name, folded
 from verl_omni.workers.rollout.weights import checked
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -28,8 +28,8 @@ class TrainedWeights:
     forwards cost nothing more. The first time each tensor goes in by itself, to see that it is taken.
     """
 
-    def __init__(self, pipeline: Any, model_config: DiffusionModelConfig):
-        self.pipeline, self.model_config = pipeline, model_config
+    def __init__(self, pipeline: Any, model_config: DiffusionModelConfig, dtype: torch.dtype):
+        self.pipeline, self.model_config, self.dtype = pipeline, model_config, dtype
         parts = DiffusionModelBase.get_class(model_config).trained_modules(pipeline.as_diffusers(model_config))
         self.lead = "" if len(parts) > 1 else f"{next(iter(parts))}."  # where there are several, names begin with them
         self.expected, self.frozen = trained_and_frozen(model_config, list(parts))
@@ -55,17 +55,17 @@ class TrainedWeights:
         return ((f"{self.lead}{name}", tensor) for name, tensor in weights)
 
     def _folded(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-        """W + alpha/rank B A."""
+        """W + alpha/rank B A, with W as training has it."""
         scaling, layers = self.model_config.lora_alpha / self.model_config.lora_rank, {}
         for name, tensor in weights:
             layer, _, half = name.removesuffix(".default.weight").rpartition(".")
             layers.setdefault(layer, {})[half] = tensor
         for layer, frozen in read_ahead(self._frozen, layers):
-            frozen = frozen.to(self.device, non_blocking=True).float()
+            frozen = frozen.to(self.device, non_blocking=True).to(self.dtype)
             halves = {name: half.to(self.device).float() for name, half in layers.pop(layer).items()}
             # Flat, for convolutions have adapters too.
             added = (halves["lora_B"].flatten(1) @ halves["lora_A"].flatten(1)).view_as(frozen)
-            yield f"{layer}.weight", frozen.add(added, alpha=scaling)
+            yield f"{layer}.weight", folded(frozen, added.mul_(scaling))
 
     def _frozen(self, layer: str) -> torch.Tensor:
         """The folder's own weight, ready to go to the device."""
