@@ -311,7 +311,8 @@ def test_training_finds_the_log_probs_of_the_rollout(row, sde_type, one_forward)
         for name, part in engine.parts.items():
             assert any(p.grad is not None and local(p.grad).any() for p in part.parameters()), name
         moved = engine.infer_batch(data)["model_output"]["log_probs"].view_as(ratio)
-    assert (moved - replayed).abs().min() > 1e-4
+    # of every step: that of one sample may come back to where it was by chance
+    assert (moved - replayed).abs().amax(0).min() > 1e-4
 
 
 def test_lora_loads_into_the_stock_pipeline(row, tmp_path):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from ranks import ready_to_fork
+from tiny_models import tiny_checkpoint
 
 ROWS = {row.name: row for row in architectures.TABLE}
 # For each rank: samples, and which denoising step of each is trained.
@@ -59,6 +60,8 @@ def whole(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 def one_of_two_ranks(rank: int, store: str, results: mp.Queue) -> None:
     architectures.shrink_references()
+    for name in SHARES:
+        tiny_checkpoint(name)  # before there are ranks: transformers since 5.15 writes a model on the first one only
     dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{store}")
     results.put({name: grad_norm(name, *shares[rank]) for name, shares in SHARES.items()})
     dist.barrier()

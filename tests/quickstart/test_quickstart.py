@@ -7,6 +7,7 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline
 
+from verl_omni.pipelines.utils import weights_in
 from verl_omni.quickstart import checkpoint, task
 from verl_omni.quickstart.__main__ import typed_python
 from verl_omni.quickstart.checkpoint import Recipe, build_checkpoint, held_out_scores
@@ -63,7 +64,7 @@ def test_prompts_in_verls_layout(tmp_path):
 
 
 def test_stock_diffusers_draws_from_the_folder(folder):
-    pipeline = QwenImagePipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    pipeline = QwenImagePipeline.from_pretrained(folder, **weights_in(torch.float32))
     pipeline.set_progress_bar_config(disable=True)
     embeds, mask = pipeline.encode_prompt([task.prompt_for("407"), task.prompt_for("083")])
     # a, sign, that, reads, quote, three digits, quote, end, newline, start, assistant, newline
@@ -74,7 +75,7 @@ def test_stock_diffusers_draws_from_the_folder(folder):
 
 def test_latents_are_standardised_by_the_config(folder):
     """Encoding training signs and normalising with the config, as the pipelines do, gives mean 0 and deviation 1."""
-    vae = QwenImagePipeline.from_pretrained(folder, torch_dtype=torch.float32).vae
+    vae = QwenImagePipeline.from_pretrained(folder, **weights_in(torch.float32)).vae
     rng = np.random.default_rng(SHORT.seed)
     signs = np.stack([task.draw_sign(number, rng) for number in task.split_numbers()[0]])
     images = torch.from_numpy(signs).permute(0, 3, 1, 2)[:, :, None] / 127.5 - 1

@@ -82,7 +82,7 @@ def test_pickscore_is_the_models_logit_and_flow_grpo_divides_it(clip, tmp_path):
 
 
 def siglip_ids(prompt: str, words: dict[str, int], limit: int = 24) -> list[int]:
-    letters = [words[letter] for letter in prompt.lower().replace(" ", "Ġ")]
+    letters = [words[letter] for letter in prompt.lower().replace(" ", "▁")]
     return (letters[: limit - 1] + [words["<eos>"]] + [words["<pad>"]] * limit)[:limit]
 
 

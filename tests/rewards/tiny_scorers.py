@@ -1,11 +1,12 @@
 """Folders with tiny random models of the real classes, as rewards load them, and pictures to score."""
 
+import string
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import (
     BertTokenizer,
     CLIPConfig,
@@ -69,11 +70,14 @@ def clip_folder(folder: Path, seed: int = 0, **config) -> CLIPModel:
 
 
 def siglip_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Letters and an end token. Like that of SigLIP 2 it tells capitals from small letters."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    """Letters and an end token. Like that of SigLIP 2 it tells capitals from small letters, and writes ▁ for a space.
+
+    It has to be like that one: transformers since 5.20 take no other normalisation than its own for SigLIP 2.
+    """
+    letters = [*string.ascii_letters, *string.digits, ",", "▁"]
     words = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *letters])}
     tokenizer = Tokenizer(models.BPE(vocab=words, merges=[], unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.post_processor = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 1)])
     tokens = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=["input_ids"], **tokens)

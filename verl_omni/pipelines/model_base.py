@@ -21,6 +21,7 @@ from verl_omni.pipelines.utils import (
     pipeline_class,
     random_pipeline,
     read_component_config,
+    weights_in,
 )
 from verl_omni.pipelines.vllm_omni import VllmOmniPipelineBase
 from verl_omni.utils.model_code import LIBRARIES, refuse_code
@@ -267,7 +268,7 @@ class DiffusionModelBase(ABC):
         if model_config.load_format == "dummy":
             return random_pipeline(model_config, dtype, given).to(device)
         pipe = pipeline_class(model_config.architecture).from_pretrained(
-            model_config.path, torch_dtype=dtype, use_safetensors=True, **given
+            model_config.path, **weights_in(dtype), use_safetensors=True, **given
         )
         pipe.set_progress_bar_config(disable=True)
         return pipe.to(device)

@@ -1,18 +1,31 @@
 """Small helpers that several model adapters share."""
 
 import functools
+import importlib.metadata
 import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from verl_omni.utils.json_files import read_object
 from verl_omni.utils.model_code import refuse_code
 from verl_omni.utils.suggest import unknown
+
+
+@functools.cache
+def diffusers_since(release: str) -> bool:
+    """Whether the diffusers that is installed is of this release or a later one."""
+    return Version(importlib.metadata.version("diffusers")) >= Version(f"{release}.dev0")
+
+
+def weights_in(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The argument of diffusers' `from_pretrained` that says so: 0.40 renamed it, and warns of the old name."""
+    return {"dtype" if diffusers_since("0.40") else "torch_dtype": dtype}
 
 
 def pipeline_class(architecture: str) -> type:
@@ -53,7 +66,7 @@ def load_component(model_config: Any, name: str, dtype: torch.dtype) -> torch.nn
     folder = os.path.expanduser(model_config.path)
     refuse_code(os.path.join(folder, name))
     model, loading = cls.from_pretrained(
-        folder, subfolder=name, torch_dtype=dtype, output_loading_info=True, use_safetensors=True
+        folder, subfolder=name, **weights_in(dtype), output_loading_info=True, use_safetensors=True
     )
     missing = sorted(set(loading["missing_keys"]) & dict(model.named_parameters()).keys())
     if missing:  # diffusers would leave them random

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from verl_omni.pipelines.single_frame_vae import speed_up_single_frames
+from verl_omni.pipelines.utils import weights_in
 from verl_omni.quickstart import task
 from verl_omni.testing.tiny_random import QWEN_IMAGE_PREFIX
 from verl_omni.testing.tiny_text import qwen_text_encoder, qwen_tokenizer
@@ -80,7 +81,7 @@ def load_pipeline(checkpoint: str | Path, **components: torch.nn.Module) -> "Qwe
     """diffusers' own pipeline of a checkpoint; `components` stand in for those of the folder."""
     from diffusers import QwenImagePipeline
 
-    pipeline = QwenImagePipeline.from_pretrained(checkpoint, torch_dtype=torch.float32, **components)
+    pipeline = QwenImagePipeline.from_pretrained(checkpoint, **weights_in(torch.float32), **components)
     pipeline.to("cuda" if torch.cuda.is_available() else "cpu")
     pipeline.set_progress_bar_config(disable=True)
     speed_up_single_frames(pipeline.vae)

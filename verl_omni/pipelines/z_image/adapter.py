@@ -9,7 +9,11 @@ import torch
 
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
-from verl_omni.pipelines.utils import check_length, decode_image, encode_image, flow_shift
+from verl_omni.pipelines.utils import check_length, decode_image, diffusers_since, encode_image, flow_shift
+
+# Before 0.39 diffusers reached σ = 0 one step early. Its last step, from 0 to 0, changed nothing and is left out here:
+# num_inference_steps=9 drew there what 8 draw now.
+LAST_STEP_IS_IDLE = not diffusers_since("0.39")
 
 
 @DiffusionModelBase.register("ZImagePipeline", algorithm="flow_grpo")
@@ -30,16 +34,19 @@ class ZImage(DiffusionModelBase):
 
     @classmethod
     def num_steps(cls, model_config: DiffusionModelConfig) -> int:
-        return model_config.pipeline.num_inference_steps - 1
+        return model_config.pipeline.num_inference_steps - int(LAST_STEP_IS_IDLE)
 
     @classmethod
     def set_timesteps(cls, scheduler, model_config: DiffusionModelConfig, device: torch.device | str) -> None:
-        """Upstream reaches σ = 0 one step early. Its last step, from 0 to 0, changes nothing and is left out here."""
         rows, columns = cls.grid(model_config)
-        scheduler.sigma_min = 0.0
+        steps = model_config.pipeline.num_inference_steps
         mu = flow_shift(rows * columns, scheduler.config)
-        scheduler.set_timesteps(model_config.pipeline.num_inference_steps, mu=mu, device=device)
-        scheduler.timesteps, scheduler.sigmas = scheduler.timesteps[:-1], scheduler.sigmas[:-1]
+        if LAST_STEP_IS_IDLE:
+            scheduler.sigma_min = 0.0
+            scheduler.set_timesteps(steps, mu=mu, device=device)
+            scheduler.timesteps, scheduler.sigmas = scheduler.timesteps[:-1], scheduler.sigmas[:-1]
+        else:
+            scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / steps, steps).tolist(), mu=mu, device=device)
 
     @classmethod
     def prepare_model_inputs(
