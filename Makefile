@@ -5,12 +5,15 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
+OLDEST := .venv-oldest
+NEWEST := .venv-newest
+TORCH ?= 2.13.0
 
 # The versions of Python that verl runs on.
 SUPPORTED = @$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v < (3, 13) else "Python 3.10, 3.11 or 3.12 is needed and $(PYTHON) is %d.%d: type make PYTHON=python3.11" % v)'
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow vllm-omni test-vllm-omni lint bench clean
+.PHONY: help install quickstart test test-oldest test-newest test-slow vllm-omni test-vllm-omni lint bench clean
 
 help: ## Show what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,6 +25,27 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PY) -m pip install --quiet --upgrade pip
 	@$(PY) -m pip install --quiet torch==2.13.0
 	@PYTHONWARNINGS=ignore $(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# The ends of what pyproject.toml allows, each in an environment of its own.
+$(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
+	$(SUPPORTED)
+	@echo "Installing into $(OLDEST) ..."
+	@rm -rf $(OLDEST) && $(PYTHON) -m venv $(OLDEST)
+	@$(OLDEST)/bin/python -m pip install --quiet --upgrade pip
+	@$(OLDEST)/bin/python -m pip install --quiet torch==$(TORCH)
+	@PYTHONWARNINGS=ignore $(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt \
+		--editable '.[dev]'
+	@touch $@
+
+# Nobody's bounds are asked: verl's own of transformers is below the newest.
+$(NEWEST)/.installed: pyproject.toml constraints-newest.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 13) else "the newest versions want Python 3.11 or 3.12 and $(PYTHON) is %d.%d: type make PYTHON=python3.11 test-newest" % v)'
+	@echo "Installing into $(NEWEST) ..."
+	@rm -rf $(NEWEST) && $(PYTHON) -m venv $(NEWEST)
+	@$(NEWEST)/bin/python -m pip install --quiet --upgrade pip
+	@$(NEWEST)/bin/python -m pip install --quiet torch==$(TORCH)
+	@$(NEWEST)/bin/python -m pip install --quiet --no-deps --requirement constraints-newest.txt --editable .
 	@touch $@
 
 install: $(STAMP) ## Set up .venv only
@@ -46,9 +70,16 @@ quickstart: $(STAMP) ## Train a small text-to-image model to write numbers, and 
 	@$(PY) -m verl_omni.quickstart
 
 # Two at a time, in the order of tests/conftest.py.
+ALL := -q -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/vllm_omni
 test: $(STAMP) $(VLLM_STAMP) ## Run the tests
-	@$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/vllm_omni
+	@$(PY) -m pytest $(ALL)
 	@$(VLLM)/bin/python -m pytest -q -n 2 --dist loadfile tests/vllm_omni
+
+test-oldest: $(OLDEST)/.installed ## Run the tests with the oldest versions that pyproject.toml allows
+	@$(OLDEST)/bin/python tests/write_versions.py 'make test-oldest' $(ALL)
+
+test-newest: $(NEWEST)/.installed ## Run the tests with the newest versions of everything
+	@$(NEWEST)/bin/python tests/write_versions.py 'make test-newest' $(ALL)
 
 test-slow: $(STAMP) ## Run the tests that make test leaves out: many whole runs, real compilers
 	@$(PY) -m pytest -q -m slow
@@ -63,6 +94,6 @@ lint: $(STAMP) ## Check the style, and that imports go down only
 bench: $(STAMP) ## Measure speed at a small size
 	@$(PY) -m benchmarks.run --small
 
-clean: ## Remove what tools and runs leave behind, except .venv and outputs/
+clean: ## Remove what tools and runs leave behind, except .venv* and outputs/
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
-	find . \( -path ./$(VENV) -o -path ./$(VLLM) \) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
