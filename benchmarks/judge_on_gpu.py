@@ -72,11 +72,20 @@ def write_judge(folder: Path) -> None:
     )
     say_one_digit(model, [ids[digit] for digit in "12345"], ids["</s>"])
     model.to(torch.bfloat16).save_pretrained(folder)
+    name_as_published(folder / "model.safetensors")
     LlavaProcessor(
         CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}),
         tokenizer, patch_size=8, vision_feature_select_strategy="default", chat_template=CHAT,
         num_additional_image_tokens=1,
     ).save_pretrained(folder)  # fmt: skip
+
+
+def name_as_published(file: Path) -> None:
+    """As in published folders, which vLLM knows; transformers 5 leaves a level out."""
+    from safetensors.torch import load_file, save_file
+
+    weights = {k.replace("vision_tower.", "vision_tower.vision_model.", 1): v for k, v in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ def test_the_page_lists_every_subcommand(pages):
         assert f"  {name:<16} {subcommand.summary}\n" in pages[0][""]
 
 
-@pytest.mark.parametrize("name", set(main.SUBCOMMANDS) - {"train"})
+@pytest.mark.parametrize("name", [name for name in main.SUBCOMMANDS if name != "train"])
 def test_a_subcommands_page_says_how_it_is_typed(pages, name):
     assert pages[0][name].startswith(f"usage: verl-omni {name} ")
 

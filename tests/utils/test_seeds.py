@@ -1,7 +1,6 @@
 """Seeds of different runs, steps and purposes have nothing in common."""
 
 import itertools
-import types
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.data.prompt_loader import EpochStream
 from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
 from verl_omni.utils.seeds import derive_seed, derive_seeds
+from verl_omni.workers.layout import Layout
 
 
 def trainer(seed: int, step: int) -> BaseRayDiffusionTrainer:
@@ -23,7 +23,7 @@ def trainer(seed: int, step: int) -> BaseRayDiffusionTrainer:
     made.run_dir, made.total_steps = Path("run"), 1
     rollout.n, rollout.algo.same_initial_noise = 4, True
     made.settings.actor_rollout_ref.actor.shuffle = True
-    made.actor_wg, made.global_step = types.SimpleNamespace(world_size=1), step
+    made.layout, made.global_step = Layout(), step
     return made
 
 
