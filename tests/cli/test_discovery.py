@@ -84,6 +84,18 @@ def test_the_doctor_says_what_to_type(monkeypatch, capsys):
     assert "-   rapidocr" in page and "pip install 'verl-omni[rewards]'" in page
 
 
+@pytest.mark.parametrize(("version", "fit"), [("5.23.0", True), ("5.0.0", False)])
+def test_the_doctor_only_notes_a_transformers_above_verls_bound(version, fit, monkeypatch, capsys):
+    real = doctor.installed
+    monkeypatch.setattr(doctor, "installed", lambda name: version if name == "transformers" else real(name))
+    monkeypatch.setattr(sys, "argv", ["verl-omni doctor"])
+    with pytest.raises(SystemExit) as ended:
+        doctor.main()
+    page = capsys.readouterr().out
+    assert ended.value.code == (0 if fit else 1)
+    assert ("above what verl asks for" in page) == fit and ("!!  transformers" in page) != fit
+
+
 def test_a_miniature_by_class_and_of_a_folder(monkeypatch, capsys, tmp_path):
     shown = said(monkeypatch, capsys, "tiny", "StableDiffusion3Pipeline", f"{tmp_path}/a")
     assert f"{tmp_path}/a: a StableDiffusion3Pipeline" in shown
