@@ -10,9 +10,12 @@ from e2e_runs import settings
 from hydra import compose, initialize_config_module
 from verl.protocol import DataProto
 
+from verl_omni.config import schema
 from verl_omni.data.loading import load_datasets
 from verl_omni.trainer.checks.preflight import preflight
 from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
+
+schema.register()
 
 
 class Workers:
@@ -36,6 +39,9 @@ class Workers:
 
 
 class Trainer(BaseRayDiffusionTrainer):
+    def changes(self):
+        return [self.global_step]
+
     def training_step(self, pace, timing):
         if self.global_step + 1 == self.killed_at:
             raise KeyboardInterrupt

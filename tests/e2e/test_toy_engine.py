@@ -29,4 +29,4 @@ def test_ranks_that_share_their_rows_train_as_one(tmp_path):
     for step in one:
         for name in COUNTED:
             assert two[step][name] == pytest.approx(one[step][name], rel=1e-3, abs=1e-6), (step, name)
-    assert one[1]["actor/first_ratio_max_dev"] == two[1]["actor/first_ratio_max_dev"] == 0
+    assert two[1]["actor/first_ratio_max_dev"] <= 1e-6

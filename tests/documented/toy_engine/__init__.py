@@ -17,5 +17,5 @@ class ToyEngine(DiffusersFSDPEngine):
         return actor.fsdp_config
 
     @classmethod
-    def lay_out(cls, settings: FSDPConfig, world: int) -> Layout:
+    def lay_out(cls, engine_config: FSDPConfig, world: int) -> Layout:
         return Layout(sequence=world)

@@ -94,7 +94,7 @@ class DiffusionEngine(BaseEngine):
         raise NotImplementedError
 
     @classmethod
-    def lay_out(cls, settings: FSDPConfig, world: int) -> Layout:
+    def lay_out(cls, engine_config: FSDPConfig, world: int) -> Layout:
         """How so many ranks are divided, or one line that says why they cannot be. The driver asks it too."""
         raise NotImplementedError
 

@@ -25,8 +25,8 @@ class DiffusersFSDPEngine(DiffusionEngine):
         return actor.fsdp_config
 
     @classmethod
-    def lay_out(cls, settings: FSDPConfig, world: int) -> Layout:
-        size = world if settings.fsdp_size == -1 else settings.fsdp_size
+    def lay_out(cls, engine_config: FSDPConfig, world: int) -> Layout:
+        size = world if engine_config.fsdp_size == -1 else engine_config.fsdp_size
         if world % size:
             raise ValueError(
                 f"actor_rollout_ref.actor.fsdp_config.fsdp_size={size} does not divide the {world} ranks "
