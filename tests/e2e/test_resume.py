@@ -90,7 +90,8 @@ def interrupted(stopped):
 def test_a_signal_lets_the_step_be_finished_and_saved(stopped):
     _, code, output = stopped
     assert code == 130 and "Traceback" not in output
-    last = "stopped after step 2 of 3; the same command goes on from run/global_step_2; details in run/run.log"
+    kept = "the same command goes on from run/global_step_2; report in run/report.html"
+    last = f"stopped after step 2 of 3; {kept}; details in run/run.log"
     first, *rest = [line for line in output.splitlines() if "stop" in line]
     # In a file it stands behind the progress bar, which a terminal would have cleared.
     assert first.endswith("stopping: this step will be finished and saved (once more to stop at once)")

@@ -82,7 +82,7 @@ def test_the_runs_folder_is_the_same_for_every_process(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     given = f"actor_rollout_ref.model.path={tiny_checkpoint()}", "data.train_files=prompts.txt", "trainer.device=cpu"
     for typed, meant in (("runs/one", f"{tmp_path}/runs/one"), ("~/../run", "/home/run"), ("/a/run", "/a/run")):
-        config = prepare_config(composed(*given, f"trainer.default_local_dir='{typed}'"))
+        config = prepare_config(composed(*given, "ray.address=10.0.0.1:6379", f"trainer.default_local_dir='{typed}'"))
         assert config.trainer.default_local_dir == meant
 
 

@@ -52,8 +52,10 @@ def prepare_config(config: DictConfig) -> DictConfig:
     fill_correction(settings)
     check_effect(given, settings)
     _check(settings)
-    # Other processes, and those of a cluster above all, are in other folders and may have another home.
-    settings.trainer.default_local_dir = os.path.abspath(os.path.expanduser(settings.trainer.default_local_dir))
+    # Processes of a cluster are in other folders and may have another home. On this machine all have one folder, and a
+    # user sees the path that was typed.
+    folder = os.path.expanduser(settings.trainer.default_local_dir)
+    settings.trainer.default_local_dir = os.path.abspath(folder) if settings.ray.address else folder
     return OmegaConf.structured(settings)
 
 
