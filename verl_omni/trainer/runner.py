@@ -46,6 +46,15 @@ class TaskRunner:
                 f"own: {ref_policy_cls.__name__} would not be used"
             )
 
+    def add_reward_model_resource_pool(self, config: DictConfig) -> None:
+        """A reward model that is served beside the training has a pool of its own."""
+        from verl.trainer.ppo.utils import Role
+
+        from verl_omni.rewards.judge import JUDGE
+
+        if config.reward.reward_model.enable:
+            self.mapping[Role.RewardModel] = JUDGE
+
     def init_resource_pool_mgr(self, config: DictConfig) -> Any:
         """A pool for each kind of process that needs devices."""
         from verl_omni.trainer.placement import Placement, all_wanted
@@ -74,6 +83,7 @@ class TaskRunner:
         import_external_lib(config.actor_rollout_ref.model.external_lib)  # this may be a process of its own
         worker = self.actor_class = self.add_actor_rollout_worker(config)
         self.add_ref_policy_worker(config, worker)
+        self.add_reward_model_resource_pool(config)
         train_dataset, val_dataset = load_datasets(config)
         trainer_class = {
             "policy_gradient": trainers.PolicyGradientRayTrainer,
