@@ -141,7 +141,7 @@ def test_what_is_overtaken_is_dropped_and_drawn_anew_and_all_of_it_can_be_replay
 def test_a_run_that_died_goes_on_with_the_prompts_that_it_has_not_trained(here):
     """The first group is overtaken by all others but the last, which ends the run in its third step."""
     first, *_, last = texts()
-    saved = (*ASYNC, *(one for one in PLAIN if "save" not in one), "trainer.save_freq=1")
+    saved = (*ASYNC, *(one for one in PLAIN if "save" not in one), "trainer.save_freq=1", "reward.on_failure=stop")
     with pytest.raises(RunError, match="not this one"):
         here("run", *saved, slow={first: 2, last: 2}, fails=[last])
     folder = here.folder / "run"
