@@ -39,7 +39,7 @@ def test_the_table_counts_images_and_seconds(tmp_path):
         step = {"perf/total_num_images": 96, "timing_s/step": 2.0}
         rows = [(0, {"val-core/ocr/reward/mean@1": 0.5}), (1, step), (2, step | {"val-core/ocr/reward/mean@1": last})]
         lines = [json.dumps({"step": n, "data": data}) for n, data in rows]
-        (folder / "metrics.jsonl").write_text("\n".join(lines))
+        (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
         curves.append(curve(folder))
     assert curves[0] == {0: (0.5, 0, 0.0), 2: (0.8, 192, 4.0)}
     assert table({"awm": curves}).splitlines() == [

@@ -17,7 +17,7 @@ from verl_omni.config import schema
 from verl_omni.data.prepare_offline_dpo import prepare
 from verl_omni.trainer.checks.preflight import preflight
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES, RECIPES = (Path(__file__).parents[2] / name for name in ("examples", "verl_omni/recipes"))
 ONLINE = {
     "diffusion_nft_trainer/qwen_image_ocr_lora_nft": "diffusion_nft",
     "awm_trainer/qwen_image_ocr_lora_awm": "awm",
@@ -28,7 +28,7 @@ OFFLINE = "dpo_trainer/qwen_image_lora_offline_dpo"
 
 def checked(recipe: str, *overrides: str):
     schema.register()
-    with initialize_config_dir(str((EXAMPLES / recipe).parent), version_base=None):
+    with initialize_config_dir(str(RECIPES), version_base=None):
         search = "hydra.searchpath=[pkg://verl_omni.trainer.config]"
         return preflight(compose(Path(recipe).name, [search, *overrides]))
 

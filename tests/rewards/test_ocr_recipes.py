@@ -22,7 +22,8 @@ from verl_omni.testing.scenes import Sign, draw_scene
 pytest.importorskip("rapidocr")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RECIPES = sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.glob("*/*ocr*.yaml"))
+FOLDER = Path(__file__).parents[2] / "verl_omni/recipes"
+RECIPES = sorted(path.name for path in FOLDER.glob("*ocr*.yaml"))
 
 # (wanted, what the scene shows, font, size, least score, most)
 SCENES = [
@@ -89,7 +90,7 @@ def test_scenes_are_read_as_a_person_reads_them(recipe, data, known, monkeypatch
     monkeypatch.setenv("MODEL_PATH", str(tiny_checkpoint()))
     monkeypatch.setenv("DATA_DIR", str(data))
     schema.register()
-    with initialize_config_dir(str((EXAMPLES / recipe).parent), version_base=None):
+    with initialize_config_dir(str(FOLDER), version_base=None):
         config = compose(Path(recipe).stem, ["hydra.searchpath=[pkg://verl_omni.trainer.config]"])
     train, _ = load_datasets(config)
     rows = [row(train[i], scene(*shown, seed=i)) for i, (_, *shown, _, _) in enumerate(SCENES)]
