@@ -14,6 +14,7 @@ from verl_omni.trainer.diffusion.pace import Pace
 from verl_omni.trainer.diffusion.saving import Saving
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.errors import RunError
+from verl_omni.workers.layout import Layout
 
 EQUAL, DIFFERENT = [1.0, 1.0, 0.5, 0.5], [1.0, 0.0, 0.5, 0.5]
 
@@ -31,7 +32,7 @@ class Loop(BaseRayDiffusionTrainer):
         self.steps, self.global_step, self.total_steps = steps, 0, len(steps)
         self.train_loader, self.val_loader, self.online = Prompts(range(len(steps))), None, True
         self.saving = Saving(self.config.trainer)
-        self.actor_wg, self.saved, self.logged = types.SimpleNamespace(world_size=1), [], []
+        self.layout, self.saved, self.logged = Layout(), [], []
 
     def training_step(self, pace, timing):
         metrics, rewards = self.steps[next(pace.prompts)]

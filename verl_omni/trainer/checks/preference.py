@@ -6,11 +6,12 @@ from verl_omni.algorithms.forward_process import draw_sigmas, follows_old_policy
 from verl_omni.algorithms.registry import get_algorithm, get_diffusion_loss_fn
 from verl_omni.config.algorithm import DiffusionAlgoConfig
 from verl_omni.config.schema import DiffusionTrainerConfig
-from verl_omni.workers.engine.registry import REPLAYS
 
 
 def check_trainer_fits(settings: DiffusionTrainerConfig) -> None:
     """The loss gets from the trainer what it needs, and samples come from where the trainer can take them."""
+    from verl_omni.workers.engine.registry import REPLAYS
+
     trainer = settings.algorithm.trainer_type
     loss = settings.actor_rollout_ref.actor.diffusion_loss.loss_mode
     missing = set(get_diffusion_loss_fn(loss).required_model_output_keys) - REPLAYS[trainer].outputs

@@ -16,7 +16,6 @@ from verl_omni.config.schema import DiffusionTrainerConfig, TrainerConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.utils import read_component_config, read_index
 from verl_omni.utils.suggest import unknown
-from verl_omni.workers.engine.registry import layout_of
 
 OPTIM, FSDP, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor.optim", "actor.fsdp_config", "model"))
 # What peft can put an adapter on.
@@ -26,6 +25,8 @@ PACKAGES = {"console": None, "jsonl": None, "file": None, "vemlp_wandb": "volcen
 
 
 def check_workers(settings: DiffusionTrainerConfig) -> None:
+    from verl_omni.workers.engine.registry import layout_of  # a typing error is told before verl is imported
+
     arr, trainer = settings.actor_rollout_ref, settings.trainer
     check_trackers(trainer)
     check_folder(trainer)
