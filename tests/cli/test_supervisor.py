@@ -77,16 +77,6 @@ def test_a_signal_waits_for_the_step(tmp_path, number):
     assert code == 128 + number
 
 
-def test_a_signal_where_nothing_is_saved(tmp_path):
-    never = "tell(saves=False)\n" + STEP.replace("saved.mkdir()", "").replace('(saved / "manifest.json").touch()', "")
-    run = Watched(tmp_path, never.format(seconds=0), step=2)
-    run.process.send_signal(signal.SIGINT)
-    code, said = run.end()
-    (line,) = said.splitlines()
-    assert line.startswith("stopping: this step will be finished but not saved, as trainer.save_freq=0")
-    assert code == 130
-
-
 def test_a_second_signal_does_not_wait(tmp_path):
     run = Watched(tmp_path, STEP.format(seconds=600), step=2)
     run.process.send_signal(signal.SIGINT)
