@@ -17,9 +17,8 @@ def asked(tmp_path, code: str, num_frames: int | None = None) -> str | None:
     (tmp_path / "mine.py").write_text(code)
     own = {"path": str(tmp_path / "mine.py"), "name": "compute_score", "reward_kwargs": {}}
     size = {"height": 16, "width": 32, "num_frames": num_frames}
-    config = OmegaConf.create(
-        {"reward": {"custom_reward_function": own}, "actor_rollout_ref": {"rollout": {"pipeline": size}}}
-    )
+    reward = {"custom_reward_function": own, "timeout": 60.0}
+    config = OmegaConf.create({"reward": reward, "actor_rollout_ref": {"rollout": {"pipeline": size}}})
     return try_reward(config, ROW)
 
 

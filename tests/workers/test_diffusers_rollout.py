@@ -28,6 +28,7 @@ from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
 STEPS = 4
 PROMPTS = ["a cat", 'a sign that reads "407", on a wall of old red bricks in the evening light', "two cups by the sea"]
 GUARD = 120
+LARGE = {"final_latents", "all_latents", "all_timesteps", "rollout_log_probs"}
 
 
 @functools.cache
@@ -151,12 +152,12 @@ def test_only_the_window_is_stored_in_float32():
     engine = rollout()
     (whole,) = generate(engine, [(PROMPTS[0], 3)], sde_window=(0, STEPS - 1))
     (output,) = generate(engine, [(PROMPTS[0], 3)], sde_window=(1, 3))
-    assert set(output.trajectory) == {"final_latents", "all_latents", "all_timesteps", "rollout_log_probs"}
+    assert set(output.trajectory) == LARGE | {"size", "noise_level"}
     tokens = (32 // 16) * (48 // 16)
     assert output.trajectory["all_latents"].shape == (3, tokens, 16)
     assert torch.equal(output.trajectory["all_timesteps"], whole.trajectory["all_timesteps"][1:3])
     assert output.trajectory["rollout_log_probs"].shape == (2,)
-    assert all(t.dtype == torch.float32 for t in output.trajectory.values())
+    assert all(output.trajectory[name].dtype == torch.float32 for name in LARGE)
     # Before the window and after it the path is the ODE's: the first step equals that of a rollout without noise.
     (ode,) = generate(engine, [(PROMPTS[0], 3)], sde_window=(1, 3), noise_level=0.0)
     assert torch.equal(output.trajectory["all_latents"][0], ode.trajectory["all_latents"][0])
@@ -179,7 +180,7 @@ def test_latents_are_float32_even_if_the_model_is_not():
 
     engine.adapter = Casting
     (output,) = generate(engine, [(PROMPTS[0], 3)])
-    assert all(t.dtype == torch.float32 for t in output.trajectory.values())
+    assert all(output.trajectory[name].dtype == torch.float32 for name in LARGE)
     stored = output.trajectory["all_latents"]
     assert not torch.equal(stored, stored.bfloat16().float())
 
