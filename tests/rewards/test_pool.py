@@ -39,7 +39,8 @@ def pools(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scorers")
     (folder / "pool_scorers.py").write_text(SCORERS)
     if not ray.is_initialized():
-        ray.init(num_cpus=1, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": str(folder)}})
+        paths = {"env_vars": {"PYTHONPATH": str(folder)}}
+        ray.init(address="local", num_cpus=1, include_dashboard=False, runtime_env=paths)
     chosen = read_choices([
         {"name": "pool_bright", "processes": 2, "level": 2.0}, {"name": "pool_short", "processes": 1, "level": 3.0},
         {"name": "pool_bright", "label": "broken", "processes": 1, "level": -1.0},
