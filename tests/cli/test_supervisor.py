@@ -24,7 +24,7 @@ other = subprocess.Popen([sys.executable, "-c", daemon], start_new_session=True)
 (here / "daemon").write_text(str(other.pid))
 (here / "run").mkdir()
 interrupts.listen()
-tell(run_dir=str(here / "run"), stage="rollout", step={step}, done={step} - 1)
+tell(run_dir=str(here / "run"), stage="rollout", step={step}, done={step} - 1, saves={saves})
 print("ready", flush=True)
 {then}
 """
@@ -42,9 +42,9 @@ sys.exit(interrupts.exit_code())
 
 
 class Watched:
-    def __init__(self, folder, then: str, step: int = 1):
+    def __init__(self, folder, then: str, step: int = 1, saves: bool = True):
         self.folder = folder
-        code = RUN.format(folder=str(folder), then=then, step=step)
+        code = RUN.format(folder=str(folder), then=then, step=step, saves=saves)
         self.process = subprocess.Popen(
             [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -75,6 +75,16 @@ def test_a_signal_waits_for_the_step(tmp_path, number):
     code, said = run.end()
     assert said.splitlines() == ["stopping: this step will be finished and saved (once more to stop at once)"]
     assert code == 128 + number
+
+
+def test_a_signal_where_nothing_is_saved(tmp_path):
+    unsaved = STEP.replace("saved.mkdir()", "").replace('(saved / "manifest.json").touch()', "")
+    run = Watched(tmp_path, unsaved.format(seconds=0), step=2, saves=False)
+    run.process.send_signal(signal.SIGINT)
+    code, said = run.end()
+    (line,) = said.splitlines()
+    assert line.startswith("stopping: this step will be finished but not saved, as trainer.save_freq=0")
+    assert code == 130
 
 
 def test_a_second_signal_does_not_wait(tmp_path):

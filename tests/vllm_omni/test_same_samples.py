@@ -17,7 +17,7 @@ def test_without_noise_it_is_diffusers(served, cfg):
         latents, pixels = draw(upstream(row.name), row, i, cfg)
         torch.testing.assert_close(output.trajectory["final_latents"][None], latents, atol=1e-5, rtol=1e-5)
         assert (output.response - pixels[0] * 255).abs().max() < 1
-        assert set(output.trajectory) == {"final_latents"}
+        assert set(output.trajectory) == {"final_latents", "size", "noise_level"}
 
 
 @pytest.mark.parametrize("cfg", [False, True], ids=["plain", "cfg"])
