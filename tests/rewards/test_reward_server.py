@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import requests
+from jsonschema import Draft202012Validator
 from PIL import Image
 from reward_servers import GUARD, Command, Gate, file_of, mean, mean_scorer, picture, serving, until
 from safetensors.numpy import save
@@ -71,6 +72,28 @@ def test_what_belongs_to_an_image_comes_along(server):
     sample = {"image": file_of(picture(0)), "prompt": "é", "ground_truth": {"a": [1]}, "extra_info": {"index": 7}}
     (answer,) = post(server, [sample]).json()["scores"]
     assert answer == {"score": mean(picture(0)), "truth": {"a": [1]}, "prompt": "é", "index": 7}
+
+
+def test_the_contract_as_a_schema(server):
+    """What the client sends and the server answers is what /openapi.json says; what it refuses is not."""
+    told = requests.get(f"{server.address}/openapi.json", timeout=GUARD).json()
+    assert {"/health", "/metrics", "/v1/scorers", "/v1/score/{scorer}"} == told["paths"].keys()
+    score = told["paths"]["/v1/score/{scorer}"]["post"]
+    request = Draft202012Validator(score["requestBody"]["content"]["application/json"]["schema"])
+    video = [picture(seed) for seed in range(2)]
+    for image, encoding in ((picture(0), "png"), (picture(0), "tensor"), (video, "png"), (video, "tensor")):
+        request.validate(json.loads(encode(Sample(image, {"a": 1}, "a cat", {"index": 1}), encoding)))
+    file = file_of(picture(0))
+    for sample in ({"prompt": "a"}, {"image": file, "frames": [file]}, {"image": file, "promt": ""}, {"frames": []}):
+        assert not request.is_valid({"samples": [sample]}) and post(server, [sample]).status_code == 422
+    assert not request.is_valid({"samples": []}) and post(server, []).status_code == 422
+
+    good, bad = post(server, [{"image": file}]), post(server, [{"image": file}], "maen")
+    for answer in (good, bad):
+        said = score["responses"][str(answer.status_code)]["content"]["application/json"]["schema"]
+        Draft202012Validator(said).validate(answer.json())
+    assert {"401", "404", "408", "413", "422", "500", "503"} <= score["responses"].keys()
+    assert requests.get(f"{server.address}/docs", timeout=GUARD).status_code == 404
 
 
 def test_names_and_health(server):

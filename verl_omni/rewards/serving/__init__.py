@@ -3,6 +3,7 @@
     GET  /health             {"status": "ok"}; needs no token
     GET  /v1/scorers         {"scorers": ["ocr", ...]}
     GET  /metrics            for Prometheus
+    GET  /openapi.json       all this as a schema; needs no token
     POST /v1/score/{scorer}  {"samples": [{...}, ...]}  ->  {"scores": [{"score": 0.5, ...}, ...]}
 
 A sample has one of `image` (a PNG, JPEG or WebP file in base64), `frames` (a list of such files: a video) and `tensor`

@@ -12,8 +12,10 @@ from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
+import verl_omni
 from verl_omni.rewards.serving.contract import Limits, unpack
 from verl_omni.rewards.serving.metrics import Metrics
+from verl_omni.rewards.serving.openapi import BODY, RESPONSES
 from verl_omni.rewards.serving.queues import DecodingRoom, ScorerQueue
 from verl_omni.utils.errors import Refused
 from verl_omni.utils.http_door import guarded
@@ -75,7 +77,8 @@ class RewardServer:
 
 
 def make_app(queues: Mapping[str, ScorerQueue], metrics: Metrics, limits: Limits, token: str | None) -> FastAPI:
-    app = FastAPI(openapi_url=None)
+    # the pages that FastAPI would make of it load scripts from elsewhere
+    app = FastAPI(title="verl-omni reward server", version=verl_omni.__version__, docs_url=None, redoc_url=None)
     app.state.cut_off = False
     with_token = [Depends(asks_for(token))]
     bodies, unpacking = BodyRoom(limits.waiting_bytes), asyncio.Lock()
@@ -105,7 +108,7 @@ def make_app(queues: Mapping[str, ScorerQueue], metrics: Metrics, limits: Limits
     async def text() -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.post("/v1/score/{scorer}", dependencies=with_token)
+    @app.post("/v1/score/{scorer}", dependencies=with_token, openapi_extra=BODY, responses=RESPONSES)
     async def score(scorer: str, request: Request) -> Any:
         if scorer not in queues:
             raise HTTPException(404, unknown("scorer", scorer, queues))
