@@ -7,13 +7,14 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
+DOCS := .venv-docs
 TORCH ?= 2.13.0
 
 # The versions of Python that verl runs on.
 SUPPORTED = @$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v < (3, 13) else "Python 3.10, 3.11 or 3.12 is needed and $(PYTHON) is %d.%d: type make PYTHON=python3.11" % v)'
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-oldest test-newest test-slow vllm-omni test-vllm-omni lint bench clean
+.PHONY: help install quickstart test test-oldest test-newest test-slow vllm-omni test-vllm-omni lint docs bench clean
 
 help: ## Show what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,9 +92,19 @@ lint: $(STAMP) ## Check the style, and that imports go down only
 	@$(PY) -m ruff check .
 	@$(VENV)/bin/lint-imports --no-logo
 
+$(DOCS)/.installed: pyproject.toml
+	@$(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install --quiet --upgrade pip
+	@$(DOCS)/bin/python -m pip install --quiet --group docs
+	@touch $@
+
+docs: $(DOCS)/.installed ## Build the documentation as a site, in site/; a broken link is an error
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs --quiet build --strict
+	@echo "Open site/index.html"
+
 bench: $(STAMP) ## Measure speed at a small size
 	@$(PY) -m benchmarks.run --small
 
 clean: ## Remove what tools and runs leave behind, except .venv* and outputs/
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .import_linter_cache
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf

@@ -1,6 +1,6 @@
-"""Tables of the README and of docs/architecture.md, generated from what there is.
+"""Tables of the README and of pages in docs/, generated from what there is.
 
-python -m verl_omni.report.document_tables README.md docs/architecture.md     # writes them in
+python -m verl_omni.report.document_tables README.md docs/*.md     # writes them in
 """
 
 import importlib
@@ -44,7 +44,31 @@ def rooms_table() -> str:
     return "\n".join(rows)
 
 
-TABLES = {"MODELS": models_table, "ROOMS": rooms_table}
+def knobs_table() -> str:
+    """Every setting, by section, as the dataclasses declare it."""
+    from verl_omni.config.knob import typed, walk
+    from verl_omni.config.schema import DiffusionTrainerConfig
+    from verl_omni.config.sections import SECTIONS, is_in
+
+    knobs = list(walk(DiffusionTrainerConfig))
+    parts = [f"{len(knobs)} settings."]
+    for section, about in SECTIONS.items():
+        parts += [f"\n## {section}\n", f"{about[0].upper()}{about[1:]}.\n", "| setting | default | |", "|---|---|---|"]
+        inside = [knob for knob in knobs if is_in(knob.name, section)]
+        parts += [f"| `{k.name}` | {_cell(typed(k.default))} | {_prose(k.text())} |" for k in inside]
+    return "\n".join(parts)
+
+
+def _cell(value: str) -> str:
+    return f"`{value}`".replace("|", "\\|") if value else ""
+
+
+def _prose(text: str) -> str:
+    """As it is: what Markdown would take for marks of its own is escaped."""
+    return re.sub(r"([|*<>\[\]_])", r"\\\1", text)
+
+
+TABLES = {"MODELS": models_table, "ROOMS": rooms_table, "KNOBS": knobs_table}
 
 
 def fill(text: str, name: str, table: str) -> str:
