@@ -26,7 +26,7 @@ register()
 
 KNOBS = {knob.name: knob for knob in walk(DiffusionTrainerConfig)}
 ARR = "actor_rollout_ref"
-CHECKS = {"config", "checks", "run_record.py"}
+CHECKS = {"config", "checks", "record.py"}
 
 # What the code calls each section: a variable or an attribute, and in some files only (`file:name`).
 OWNERS = {

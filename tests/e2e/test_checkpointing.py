@@ -10,7 +10,7 @@ import subprocess
 import pytest
 from ray.exceptions import RayTaskError
 
-from verl_omni.trainer.diffusion.checkpointing import (
+from verl_omni.trainer.run_folder.checkpointing import (
     IN_BETWEEN,
     begin,
     check_room,

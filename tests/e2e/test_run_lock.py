@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from verl_omni.trainer.run_lock import run_lock
+from verl_omni.trainer.run_folder.lock import run_lock
 
-HOLD = "import sys\nfrom verl_omni.trainer.run_lock import run_lock\nwith run_lock(sys.argv[1]):\n"
+HOLD = "import sys\nfrom verl_omni.trainer.run_folder.lock import run_lock\nwith run_lock(sys.argv[1]):\n"
 HOLD += "    print('held', flush=True)\n    sys.stdin.read()\n"
 
 
@@ -101,7 +101,7 @@ def test_a_lock_that_says_nothing_is_nobodys(tmp_path, content):
 def test_a_log_that_cannot_be_written_is_one_line(tmp_path):
     """/dev/full takes nothing, as a disk without a free byte."""
     (tmp_path / "run.log").symlink_to("/dev/full")
-    source = "import sys\nfrom verl_omni.trainer.run_log import log_traceback, open_run_log, terminal\n"
+    source = "import sys\nfrom verl_omni.trainer.run_folder.log import log_traceback, open_run_log, terminal\n"
     source += "try:\n    open_run_log(sys.argv[1])\nexcept ValueError as error:\n"
     source += "    log_traceback(error)\n    print(error, file=terminal())\n"
     done = subprocess.run([sys.executable, "-c", source, str(tmp_path)], capture_output=True, text=True)

@@ -19,10 +19,10 @@ from verl_omni.config.knob import walk
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.trainer import main_diffusion
 from verl_omni.trainer.checks.preparation import prepare_config
-from verl_omni.trainer.diffusion import run_record
-from verl_omni.trainer.diffusion.checkpointing import publish
-from verl_omni.trainer.diffusion.resuming import plan_start
 from verl_omni.trainer.failures import users_mistake
+from verl_omni.trainer.run_folder import record as run_record
+from verl_omni.trainer.run_folder.checkpointing import publish
+from verl_omni.trainer.run_folder.resuming import plan_start
 
 A = "actor_rollout_ref."
 STEPS = 3

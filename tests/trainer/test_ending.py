@@ -13,9 +13,9 @@ from e2e_runs import metrics, run_here, settings
 from safetensors.torch import load_file
 
 from verl_omni.trainer.diffusion import ending, zero_gradient
-from verl_omni.trainer.diffusion.checkpointing import data_state, whole_checkpoints
 from verl_omni.trainer.diffusion.policy_gradient_trainer import PolicyGradientRayTrainer
 from verl_omni.trainer.progress import progress
+from verl_omni.trainer.run_folder.checkpointing import data_state, whole_checkpoints
 from verl_omni.utils.errors import RunError
 from verl_omni.workers.engine.base import DiffusionEngine
 

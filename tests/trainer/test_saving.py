@@ -4,8 +4,8 @@ import pytest
 
 from verl_omni.config.schema import TrainerConfig
 from verl_omni.trainer import interrupts
-from verl_omni.trainer.diffusion import saving
-from verl_omni.trainer.diffusion.saving import Saving
+from verl_omni.trainer.run_folder import saving
+from verl_omni.trainer.run_folder.saving import Saving
 
 
 @pytest.fixture

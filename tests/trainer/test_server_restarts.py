@@ -28,7 +28,7 @@ from verl_omni.utils import actors
 from verl_omni.utils.background import start, wait_for
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.server import RolloutServer
-from verl_omni.workers.rollout.weights import store_in_buckets
+from verl_omni.workers.transfer.weights import store_in_buckets
 
 pytestmark = pytest.mark.timeout(300)
 

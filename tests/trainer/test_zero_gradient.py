@@ -11,7 +11,7 @@ from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.report.timeline import Timeline
 from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
 from verl_omni.trainer.diffusion.pace import Pace
-from verl_omni.trainer.diffusion.saving import Saving
+from verl_omni.trainer.run_folder.saving import Saving
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.errors import RunError
 from verl_omni.workers.layout import Layout

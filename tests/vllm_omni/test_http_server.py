@@ -19,7 +19,7 @@ from verl_omni.config import DiffusionModelConfig, DiffusionPipelineConfig, Diff
 from verl_omni.pipelines.qwen_image import QwenImage
 from verl_omni.utils.errors import RequestAborted
 from verl_omni.workers.rollout.vllm_rollout import vLLMOmniReplica
-from verl_omni.workers.rollout.weights import store_in_buckets
+from verl_omni.workers.transfer.weights import store_in_buckets
 
 pytestmark = pytest.mark.timeout(600)
 PROMPT, SEED = "a cat on a wall", 5

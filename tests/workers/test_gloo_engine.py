@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from verl_omni.config import CheckpointEngineConfig
-from verl_omni.workers.rollout import channel as channels
-from verl_omni.workers.rollout.channel import Channel, backend, turns
+from verl_omni.workers.transfer import channel as channels
+from verl_omni.workers.transfer.channel import Channel, backend, turns
 
 # More than a bucket, of odd sizes: a tensor of several chunks, and others that begin at any byte of a bucket.
 WEIGHTS = {

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from verl_omni.config import CheckpointEngineConfig
-from verl_omni.workers.rollout.channel import Channel, backend, turns
-from verl_omni.workers.rollout.weights import SentWeights
+from verl_omni.workers.transfer.channel import Channel, backend, turns
+from verl_omni.workers.transfer.weights import SentWeights
 
 # More than a bucket.
 WEIGHTS = {

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from verl_omni.workers.rollout import weights as on_their_way
-from verl_omni.workers.rollout.weights import checksum, from_buckets, store_in_buckets
+from verl_omni.workers.transfer import weights as on_their_way
+from verl_omni.workers.transfer.weights import checksum, from_buckets, store_in_buckets
 
 WEIGHTS = {
     "a.weight": torch.arange(7, dtype=torch.float32),

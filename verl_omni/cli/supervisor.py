@@ -135,7 +135,7 @@ class Supervisor:
 
 def last_words(progress: Progress) -> str:
     """What is saved, how to go on, where to read more: the end of the one line that a user sees."""
-    from verl_omni.trainer.diffusion.checkpointing import whole_checkpoints
+    from verl_omni.trainer.run_folder.checkpointing import whole_checkpoints
 
     if progress.run_dir is None:
         return ""

@@ -83,7 +83,7 @@ def _run(config: "DictConfig") -> None:
     from verl_omni.trainer import interrupts
     from verl_omni.trainer.failures import innermost, one_line, users_mistake
     from verl_omni.trainer.progress import progress
-    from verl_omni.trainer.run_log import log_traceback
+    from verl_omni.trainer.run_folder.log import log_traceback
     from verl_omni.trainer.runner import run_diffusion
 
     try:
@@ -105,7 +105,7 @@ def end(line: str, code: int) -> None:
     """The last line of a run that did not come to its end, and its exit code."""
     from verl_omni.cli.supervisor import last_words
     from verl_omni.trainer.progress import progress, tell
-    from verl_omni.trainer.run_log import terminal
+    from verl_omni.trainer.run_folder.log import terminal
 
     print(f"{line}{last_words(progress)}", file=terminal(), flush=True)
     tell(over=code, last=None)

@@ -29,7 +29,7 @@ class Weights:
 
 def find_weights(place: str | Path, model: str | Path | None = None) -> Weights:
     """A model's folder, a run (its last checkpoint), one of its checkpoints, or an `export` folder."""
-    from verl_omni.trainer.diffusion.checkpointing import whole_checkpoints
+    from verl_omni.trainer.run_folder.checkpointing import whole_checkpoints
     from verl_omni.utils.run_files import read_config
 
     folder = Path(place).expanduser()

@@ -25,7 +25,7 @@ def main() -> None:
     options, overrides = parser.parse_known_args()
 
     from verl_omni.report.report import format_before_after_table, write_report
-    from verl_omni.trainer.diffusion.checkpointing import whole_checkpoints
+    from verl_omni.trainer.run_folder.checkpointing import whole_checkpoints
 
     began = time.time()
     run_dir = options.out / options.run

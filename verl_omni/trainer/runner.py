@@ -113,9 +113,9 @@ def run_diffusion(config: DictConfig, task_runner_class: Any = None, quiet: bool
     With `quiet`, what libraries and workers have to say goes to `run.log` in the run's folder.
     """
     from verl_omni.trainer.checks.preflight import check_start, preflight
-    from verl_omni.trainer.diffusion.resuming import finished
     from verl_omni.trainer.resources import check_answers, choose_device
-    from verl_omni.trainer.run_lock import run_lock
+    from verl_omni.trainer.run_folder.lock import run_lock
+    from verl_omni.trainer.run_folder.resuming import finished
     from verl_omni.utils.external_lib import with_registered
 
     # Several runs may follow each other in one process.
@@ -155,7 +155,7 @@ def _run_on_ray(config: DictConfig, task_runner_class: Any, quiet: bool) -> None
     import ray
 
     from verl_omni.trainer.resources import start_ray
-    from verl_omni.trainer.run_log import keep_daemons_quiet, open_run_log
+    from verl_omni.trainer.run_folder.log import keep_daemons_quiet, open_run_log
 
     run_dir = os.path.expanduser(config.trainer.default_local_dir)
     if quiet:

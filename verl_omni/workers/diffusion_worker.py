@@ -48,10 +48,10 @@ from verl_omni.workers.rollout import engine_class as rollout_class
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.trajectories import TrajectoryStore, in_two_parts
 from verl_omni.workers.rollout.under_way import UnderWay
-from verl_omni.workers.rollout.weights import Name, SentWeights, StoredWeights, store_in_buckets
+from verl_omni.workers.transfer.weights import Name, SentWeights, StoredWeights, store_in_buckets
 
 if TYPE_CHECKING:
-    from verl_omni.workers.rollout.channel import Channel
+    from verl_omni.workers.transfer.channel import Channel
 
 # Each rank gets the rows that the layout gives it, and who speaks for others answers for them.
 BY_ROWS = make_nd_compute_dataproto_dispatch_fn(ROWS)
@@ -195,7 +195,7 @@ class DiffusionWorker(Worker):
 
     @functools.cached_property
     def channel(self) -> "Channel":
-        from verl_omni.workers.rollout.channel import Channel
+        from verl_omni.workers.transfer.channel import Channel
 
         return Channel(self.rollout_config.checkpoint_engine, is_master=dist.get_rank() == 0)
 

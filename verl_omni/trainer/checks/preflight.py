@@ -11,7 +11,7 @@ from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.settings import check_size
 from verl_omni.trainer.checks.correction import without_weights
 from verl_omni.trainer.checks.preparation import prepare_config
-from verl_omni.trainer.diffusion.resuming import Start, plan_start
+from verl_omni.trainer.run_folder.resuming import Start, plan_start
 from verl_omni.utils.suggest import unknown
 
 # Tokens that a model's template adds to a prompt, at most.

@@ -35,7 +35,7 @@ def check_checkpoint_engine(settings: DiffusionTrainerConfig) -> None:
             f"{ARR}.rollout.server_restarts={rollout.server_restarts} has no effect with {shown}: a server that is "
             "started again finds its weights in Ray's object store only. Leave one of them out"
         )
-    from verl_omni.workers.rollout.channel import backend
+    from verl_omni.workers.transfer.channel import backend
 
     try:
         engine = backend(rollout.checkpoint_engine)

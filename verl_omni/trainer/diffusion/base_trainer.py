@@ -28,7 +28,6 @@ from verl_omni.report.starts import note_start, typed_command
 from verl_omni.report.timeline import Timeline
 from verl_omni.report.tracking import Tracking, readable
 from verl_omni.rewards.choice import read_choices, weighted
-from verl_omni.trainer.diffusion import checkpointing, run_record
 from verl_omni.trainer.diffusion.diffusion_metric_utils import (
     compute_data_metrics_diffusion,
     compute_mfu_metrics,
@@ -41,7 +40,6 @@ from verl_omni.trainer.diffusion.idle import Balance, shares
 from verl_omni.trainer.diffusion.modes import PACES
 from verl_omni.trainer.diffusion.ordering import minibatch_order
 from verl_omni.trainer.diffusion.pace import Pace
-from verl_omni.trainer.diffusion.resuming import Start, plan_start
 from verl_omni.trainer.diffusion.reward_metrics import RewardWatch, reward_metrics
 from verl_omni.trainer.diffusion.rollouts import (
     EmbeddedRollouts,
@@ -50,7 +48,6 @@ from verl_omni.trainer.diffusion.rollouts import (
     start_servers,
 )
 from verl_omni.trainer.diffusion.sampling import Sampling
-from verl_omni.trainer.diffusion.saving import Saving, is_due
 from verl_omni.trainer.diffusion.validation import (
     validation_metrics,
     write_samples,
@@ -62,7 +59,11 @@ from verl_omni.trainer.interrupts import stop_requested
 from verl_omni.trainer.placement import SERVERS, Placement
 from verl_omni.trainer.progress import Stages, progress, tell, timer
 from verl_omni.trainer.resources import busy_at_once, rendezvous_ports, worker_environment
-from verl_omni.trainer.run_log import terminal
+from verl_omni.trainer.run_folder import checkpointing
+from verl_omni.trainer.run_folder import record as run_record
+from verl_omni.trainer.run_folder.log import terminal
+from verl_omni.trainer.run_folder.resuming import Start, plan_start
+from verl_omni.trainer.run_folder.saving import Saving, is_due
 from verl_omni.utils.masking import masked
 from verl_omni.utils.seeds import derive_seed
 from verl_omni.workers.engine.registry import layout_of

@@ -9,10 +9,10 @@ import ray
 from ray.exceptions import RayActorError
 
 from verl_omni.report.report import write_report
-from verl_omni.trainer.diffusion import checkpointing
 from verl_omni.trainer.failures import what_failed
 from verl_omni.trainer.progress import tell
-from verl_omni.trainer.run_log import log_traceback
+from verl_omni.trainer.run_folder import checkpointing
+from verl_omni.trainer.run_folder.log import log_traceback
 
 if TYPE_CHECKING:
     from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer

@@ -191,7 +191,7 @@ def start_servers(config: DictConfig, device: str, places: list[dict[str, Any]])
 
 def by_checkpoint_engine(config: DictConfig, workers: list[Any], servers: list[Any]) -> Callable[[str, int], Any]:
     """Weights go from the training ranks to the servers with one of verl's checkpoint engines, to all at once."""
-    from verl_omni.workers.rollout.channel import backend, turns
+    from verl_omni.workers.transfer.channel import backend, turns
 
     engine = backend(config.actor_rollout_ref.rollout.checkpoint_engine)
 

@@ -8,8 +8,8 @@ from typing import Any
 from verl.protocol import DataProto
 
 from verl_omni.trainer.diffusion.experience import Experience, new_experience, places
-from verl_omni.trainer.diffusion.saving import is_due
 from verl_omni.trainer.diffusion.validation import training_folder
+from verl_omni.trainer.run_folder.saving import is_due
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.seeds import derive_seeds
 

@@ -21,7 +21,7 @@ from verl_omni.workers.engine.lora import base_name
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.batched import BatchedRollout, answer
 from verl_omni.workers.rollout.encoders import Encoders
-from verl_omni.workers.rollout.weights import checked
+from verl_omni.workers.transfer.weights import checked
 
 
 class DiffusersRollout(Drawer, BatchedRollout):

@@ -19,11 +19,11 @@ from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.batched import BatchedRollout
 from verl_omni.workers.rollout.trajectories import in_two_parts
 from verl_omni.workers.rollout.under_way import UnderWay
-from verl_omni.workers.rollout.weights import Name, SentWeights, StoredWeights, from_buckets
+from verl_omni.workers.transfer.weights import Name, SentWeights, StoredWeights, from_buckets
 
 if TYPE_CHECKING:
-    from verl_omni.workers.rollout.channel import Channel
     from verl_omni.workers.rollout.image_http import ImageHttp
+    from verl_omni.workers.transfer.channel import Channel
 
 
 # That may wait at a server; whoever comes then is refused.
@@ -145,7 +145,7 @@ class RolloutServer(ABC):
 
     @functools.cached_property
     def channel(self) -> "Channel":
-        from verl_omni.workers.rollout.channel import Channel
+        from verl_omni.workers.transfer.channel import Channel
 
         return Channel(self.config.checkpoint_engine)
 

@@ -15,7 +15,7 @@ from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.utils import read_component_config
 from verl_omni.utils.json_files import read_object
 from verl_omni.workers.engine.lora import add_lora, base_name, folded
-from verl_omni.workers.rollout.weights import checked
+from verl_omni.workers.transfer.weights import checked
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 READERS = 8

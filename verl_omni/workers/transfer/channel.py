@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
-import verl_omni.workers.rollout.gloo_engine  # noqa: F401  (registers "gloo")
-import verl_omni.workers.rollout.ipc_engine  # noqa: F401  (registers "ipc")
+import verl_omni.workers.transfer.gloo  # noqa: F401  (registers "gloo")
+import verl_omni.workers.transfer.ipc  # noqa: F401  (registers "ipc")
 from verl_omni.config import CheckpointEngineConfig
-from verl_omni.workers.rollout.bucketed_engine import BucketedEngine
-from verl_omni.workers.rollout.weights import Name, SentWeights, Sum
+from verl_omni.workers.transfer.bucketed import BucketedEngine
+from verl_omni.workers.transfer.weights import Name, SentWeights, Sum
 
 
 class Channel:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
-from verl_omni.workers.rollout.bucketed_engine import BucketedEngine
+from verl_omni.workers.transfer.bucketed import BucketedEngine
 
 
 @CheckpointEngineRegistry.register("gloo")

@@ -4,8 +4,8 @@ import time
 from pathlib import Path
 
 from verl_omni.config.schema import TrainerConfig
-from verl_omni.trainer.diffusion import checkpointing
 from verl_omni.trainer.interrupts import stop_requested
+from verl_omni.trainer.run_folder import checkpointing
 
 
 def is_due(step: int, every: int, last: bool) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
-from verl_omni.workers.rollout.bucketed_engine import BucketedEngine
+from verl_omni.workers.transfer.bucketed import BucketedEngine
 
 DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor: which number the device has
 DONE = b"done"

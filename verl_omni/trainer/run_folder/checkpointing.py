@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from verl_omni.trainer.diffusion import manifest
-from verl_omni.trainer.diffusion.manifest import CheckpointError
+from verl_omni.trainer.run_folder import manifest
+from verl_omni.trainer.run_folder.manifest import CheckpointError
 from verl_omni.utils.json_files import read_object
 from verl_omni.utils.regular_files import open_regular
 

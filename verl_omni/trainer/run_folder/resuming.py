@@ -6,8 +6,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_omni.trainer.diffusion import checkpointing, manifest, run_record
-from verl_omni.trainer.diffusion.run_record import ARR
+from verl_omni.trainer.run_folder import checkpointing, manifest
+from verl_omni.trainer.run_folder import record as run_record
+from verl_omni.trainer.run_folder.record import ARR
 
 
 @dataclass
