@@ -13,9 +13,10 @@ ASKED = [*PROMPTS, "a dog", PROMPTS[1], PROMPTS[0]]
 def test_without_noise_it_is_diffusers(served, cfg):
     row, engine = served
     outputs = ask(row, engine, config(row, cfg), PROMPTS, cfg, noise_level=0.0, sde_window=None)
+    tolerance = 5e-5 if cfg else 1e-5  # guidance multiplies what two passes differ by
     for i, output in enumerate(outputs):
         latents, pixels = draw(upstream(row.name), row, i, cfg)
-        torch.testing.assert_close(output.trajectory["final_latents"][None], latents, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(output.trajectory["final_latents"][None], latents, atol=tolerance, rtol=1e-5)
         assert (output.response - pixels[0] * 255).abs().max() < 1
         assert set(output.trajectory) == {"final_latents", "size", "noise_level"}
 
