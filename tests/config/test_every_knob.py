@@ -52,6 +52,7 @@ OWNERS = {
     "reward.reward_model": {"reward_model", "placement.py:judge", "judge.py:config"},
     "reward.reward_manager": {"reward.py:reward_manager_cfg"},
     "reward.reward_manager.module": {"reward.py:module_cfg"},
+    "algorithm.filter_groups": {"filter_groups", "filter_groups.py:config"},
     "algorithm.rollout_correction": {"rollout_correction.py:config"},
     "trainer": {"trainer"},
     "ray": {"ray"},

@@ -41,6 +41,8 @@ def numbers() -> list[BadInput]:
          (f"{A}rollout.http.max_connections=0", f"{A}rollout.http.port=0", "trainer.mode=separate")),
         ("betas with one number", (f"{A}actor.optim.betas=[0.9]",)),
         ("sde_window_range backwards", (f"{A}rollout.algo.sde_window_range=[3,1]",)),
+        ("filter_groups with one batch",
+         ("algorithm.filter_groups.max_num_gen_batches=1", "algorithm.filter_groups.enable=true")),
         ("DiffusionNFT, beta=0", (f"{A}actor.diffusion_loss.extra.beta=0", f"{A}model.algorithm=diffusion_nft")),
         ("DiffusionNFT, adv_clip_max=0",
          (f"{A}actor.diffusion_loss.adv_clip_max=0", f"{A}model.algorithm=diffusion_nft")),

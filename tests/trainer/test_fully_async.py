@@ -66,7 +66,7 @@ class Trainer:
             self.train_loader.load_state_dict(state)
         self.trained_groups = (state or {}).get("groups")
         self.global_step, self.total_steps, self.run_dir = done, total_steps, run_dir
-        self.timeline, self.gates = Timeline(), Gates()
+        self.timeline, self.gates, self.group_filter = Timeline(), Gates(), None
         self.algorithm = SimpleNamespace(rollout_policy="current")
         self.rollouts = SimpleNamespace(
             servers=list(range(servers)), publish=self._publish, ready=self._ready, metrics=dict

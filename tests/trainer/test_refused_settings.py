@@ -57,6 +57,7 @@ def refused(*overrides: str, architecture: str = "QwenImagePipeline") -> str:
         (f"{ACTOR}.diffusion_loss.adv_clip_max=0", "above 0"),
         (f"{ACTOR}.diffusion_loss.adv_clip_max=-5", "above 0"),
         (f"{ACTOR}.kl_loss_coef=-0.1", "0 or more"),
+        ("algorithm.filter_groups.max_num_gen_batches=0", "2 or more"),
         (f"{ACTOR}.optim.clip_grad=-1", "0 or more"),
         (f"{ACTOR}.optim.lr=-1", "above 0"),
         (f"{ACTOR}.optim.lr=nan", "above 0"),
@@ -127,7 +128,7 @@ def test_every_number_and_every_name_says_what_it_may_be():
         f"{ROLLOUT}.pipeline.negative_prompt", f"{ROLLOUT}.val_kwargs.pipeline.negative_prompt",
         f"{ROLLOUT}.agent.default_agent_loop", f"{ROLLOUT}.checkpoint_engine.backend", f"{ROLLOUT}.http.host",
         f"{ROLLOUT}.http.token_file",
-        "algorithm.rollout_correction.rollout_rs",
+        "algorithm.rollout_correction.rollout_rs", "algorithm.filter_groups.metric",
     }  # fmt: skip
     types = {name: kind for name, kind in field_types(schema.DiffusionTrainerConfig)}
     without = {k.name for k in walk(schema.DiffusionTrainerConfig) if not k.range.bounds() and k.range.choices is None}

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from verl_omni.config.knob import MOST_DENOISING, MOST_STEPS, knob, names_in
+from verl_omni.config.knob import MOST_DENOISING, MOST_STEPS, MOST_TRIES, knob, names_in
 
 DIRECT_PREFERENCE = "algorithm.trainer_type=direct_preference"
 
@@ -41,6 +41,30 @@ class RolloutCorrectionConfig:
     bypass_mode: bool = knob(
         False,
         "take the rollout's own log-probabilities as the old ones; weights are then for the metrics alone",
+    )
+
+
+@dataclass
+class FilterGroupsConfig:
+    """DAPO's dynamic sampling: prompts whose images all have the same reward are replaced before the update."""
+
+    enable: bool = knob(
+        False,
+        "drop prompts whose images all have the same reward, and draw the next prompts in their place",
+        needs="algorithm.sample_source=online",
+    )
+    metric: str | None = knob(
+        None,
+        "what has to differ within a prompt: score (verl: seq_reward, seq_final_reward), or a number that the reward "
+        "tells beside it; null: the rewards that advantages are made of",
+        needs="algorithm.filter_groups.enable=true",
+    )
+    max_num_gen_batches: int = knob(
+        10,
+        "most batches that are drawn for a step, the first one included; what has no signal by then stays",
+        least=2,
+        most=MOST_TRIES,
+        needs="algorithm.filter_groups.enable=true",
     )
 
 
@@ -111,4 +135,5 @@ class DiffusionAlgoConfig:
         "chosen/rejected stands for the rewards 1 and 0; false: the data set's own scores are needed",
         needs="algorithm.sample_source=offline",
     )
+    filter_groups: FilterGroupsConfig = knob(FilterGroupsConfig, "")
     rollout_correction: RolloutCorrectionConfig = knob(RolloutCorrectionConfig, "")

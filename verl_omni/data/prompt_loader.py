@@ -108,8 +108,11 @@ class SampledStream(Sampler[list[int]]):
 class PromptDataLoader(StatefulDataLoader):
     """An endless, resumable loader of training batches. Refuses a state that was saved for another order of prompts.
 
-    Keep one iterator for the whole run: ``iter`` starts from the beginning, or from a state just loaded.
+    Keep one iterator for the whole run: ``iter`` starts from the beginning, or from a state just loaded. Of the first
+    batch that it then gives, ``taken`` prompts have been used.
     """
+
+    taken = 0
 
     def __init__(
         self, dataset: Dataset, stream: EpochStream | SampledStream, collate_fn: Callable = collate_fn, **kwargs
@@ -134,6 +137,7 @@ class PromptDataLoader(StatefulDataLoader):
                 f"cannot resume the order of prompts: {'; '.join(changed)}. Set it back, or start a new run"
             )
         super().load_state_dict(state["loader"])
+        self.taken = state.get("taken", 0)
 
 
 def create_dataloader(

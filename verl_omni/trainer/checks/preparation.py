@@ -33,6 +33,7 @@ from verl_omni.pipelines.schedulers.windows import check_window
 from verl_omni.pipelines.settings import check_size
 from verl_omni.rewards.choice import read_choices, weighted
 from verl_omni.trainer.checks.correction import check_correction_fits, fill_correction
+from verl_omni.trainer.checks.filtering import check_filter
 from verl_omni.trainer.checks.preference import check_trainer_fits
 from verl_omni.trainer.checks.rollout_engine import check_checkpoint_engine, check_http, check_rollout_engine
 from verl_omni.trainer.checks.workers import check_workers
@@ -133,6 +134,7 @@ def _check(settings: DiffusionTrainerConfig) -> None:
     check_checkpoint_engine(settings)
     check_http(settings)
     check_correction_fits(settings)
+    check_filter(settings)
     _check_numbers(settings)
     check_workers(settings)
 

@@ -36,6 +36,7 @@ from verl_omni.trainer.diffusion.diffusion_metric_utils import (
 )
 from verl_omni.trainer.diffusion.ending import WholeStep, changes, report, save_what_is_whole, where_things_are
 from verl_omni.trainer.diffusion.experience import Experience
+from verl_omni.trainer.diffusion.filter_groups import GroupFilter
 from verl_omni.trainer.diffusion.idle import Balance, shares
 from verl_omni.trainer.diffusion.modes import PACES
 from verl_omni.trainer.diffusion.ordering import minibatch_order
@@ -99,6 +100,7 @@ class BaseRayDiffusionTrainer(Sampling):
         self.online = config.algorithm.sample_source == "online"
         self.loss_function = build_loss_function(self.settings.actor_rollout_ref.actor)
         self.layout = layout_of(self.settings)
+        self.group_filter = GroupFilter(self.settings) if config.algorithm.filter_groups.enable else None
         self.run_dir = Path(config.trainer.default_local_dir).expanduser()
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         self.global_step = 0
@@ -389,7 +391,7 @@ class BaseRayDiffusionTrainer(Sampling):
         with timer(timing, "gen"):
             experience = pace.next()
         batch, metrics = self.learn(experience, timing)
-        metrics |= pace.metrics(batch)
+        metrics |= pace.metrics(batch) | experience.metrics
         if self.online:
             self.actor_wg.release(experience.names)
             batch.non_tensor_batch.pop(COLUMN, None)  # what Ray stores goes with the last reference

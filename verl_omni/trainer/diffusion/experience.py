@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +34,7 @@ class Experience:
     version: int
     batch: DataProto
     collect: Callable[[], DataProto]
+    metrics: dict[str, float] = field(default_factory=dict)  # of how it was drawn
 
     @cached_property
     def scores(self) -> DataProto:

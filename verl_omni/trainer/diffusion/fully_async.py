@@ -34,6 +34,7 @@ class FullyAsync(Pace):
     def __init__(self, trainer: "BaseRayDiffusionTrainer"):
         super().__init__(trainer)
         self.overlaps = trainer.config.trainer.max_staleness != 0
+        self.filter = trainer.group_filter
         self.queue = self._queue()
         self.opened = self.queue.first  # the next step whose prompts are to be read
         self._rows: dict[int, DataProto] = {}  # the prompts of the steps that are not trained as a whole
@@ -54,22 +55,25 @@ class FullyAsync(Pace):
         share = math.ceil(batch_size / len(self.trainer.rollouts.servers))
         # As many as one forward takes; more would only wait longer for new weights. In turn there are none to wait for.
         at_once = min(share, max(1, rollout.max_num_seqs // rollout.n)) if self.overlaps else share
-        state = self.trainer.trained_groups or {"first": self.trainer.global_step}
+        done = self.trainer.global_step
+        state = self.trainer.trained_groups or {"first": done}
         keep = trainer.stale_groups == "keep"
-        return GroupQueue(batch_size, steps, at_once, trainer.max_staleness, keep, **state)
+        spare = 0 if self.filter is None else (self.filter.config.max_num_gen_batches - 1) * batch_size
+        return GroupQueue(batch_size, steps, at_once, trainer.max_staleness, keep, **state, done=done, spare=spare)
 
     # ---- the main thread -----------------------------------------------------------------------------
 
     def next(self) -> Experience:
         trainer, step = self.trainer, self.trainer.global_step
         weights = trainer.rollouts.publish(trainer.algorithm.rollout_policy, step)
-        steps = range(self.opened, self.queue.horizon(step) + 1)
-        for number in steps:
-            self._before[number] = trainer.train_loader.state_dict()
-            self._rows[number] = DataProto.from_single_dict(next(self.prompts))
-        self.opened += len(steps)
-        dropped = self.queue.dropped
-        groups, drawing = wait_for(self._take(weights, steps))
+        dropped, groups = self.queue.dropped, []
+        while not groups:  # where some were passed over, others have to be read
+            steps = range(self.opened, self.queue.horizon(step) + 1)
+            for number in steps:
+                self._before[number] = self.prompts.state_dict()
+                self._rows[number] = self.prompts.take()
+            self.opened += len(steps)
+            groups, drawing, filtered = wait_for(self._take(weights, steps))
         for number in [number for number in self._rows if number < self.queue.first]:
             del self._rows[number], self._before[number]
         now = perf_counter()
@@ -77,6 +81,7 @@ class FullyAsync(Pace):
             "queue/length": float(len(self.queue.scored)),
             "queue/dropped": float(self.queue.dropped - dropped),
             "queue/waited": sum(now - group.since for group in groups) / len(groups),
+            **filtered,
         }
         self._order.log({"groups": [_line(group) for group in groups]}, step + 1)
         output, scores = join([group.output for group in groups]), join([group.scores for group in groups])
@@ -93,8 +98,8 @@ class FullyAsync(Pace):
 
     def data_state(self) -> dict[str, Any]:
         """Groups that are under way will be drawn anew: a run goes on at the first step with a group to be trained."""
-        groups = self.queue.state()
-        return (self._before.get(self.queue.first) or super().data_state()) | ({"groups": groups} if groups else {})
+        first, groups = wait_for(self._queue_state())
+        return (self._before.get(first) or super().data_state()) | ({"groups": groups} if groups else {})
 
     def close(self) -> None:
         wait_for(self._end())
@@ -118,10 +123,14 @@ class FullyAsync(Pace):
             self._failure = self._failure or error  # the first one is told
             self._arrived.set()
 
-    async def _take(self, weights: Weights, steps: range) -> tuple[list[Group], float]:
+    async def _queue_state(self) -> tuple[int, dict[str, Any] | None]:
+        return self.queue.first, self.queue.state()
+
+    async def _take(self, weights: Weights, steps: range) -> tuple[list[Group], float, dict[str, float]]:
         """From now on servers draw with these weights, and the groups of these steps too.
 
-        (the next batch, seconds that servers have drawn since the one before).
+        (the next batch, seconds that servers have drawn since the one before, what the filter says of it); no batch
+        where groups of more steps have to be drawn first.
         """
         if self._failure is not None:  # said at once, not only where a batch is missing
             raise self._failure
@@ -136,8 +145,15 @@ class FullyAsync(Pace):
             self._arrived.clear()
             if self._failure is not None:
                 raise self._failure
+            if self.queue.horizon(weights.version) >= self.opened:
+                return [], 0.0, {}
             await self._arrived.wait()
-        return groups, self._busy.take()
+        return groups, self._busy.take(), self._filtered(groups)
+
+    def _filtered(self, groups: list[Group]) -> dict[str, float]:
+        if self.filter is None:
+            return {}
+        return self.filter.tell(self.trainer.global_step + 1, sum(not group.teaches for group in groups), len(groups))
 
     async def _hold(self) -> None:
         if self._settled:
@@ -195,7 +211,11 @@ class FullyAsync(Pace):
             start = perf_counter()
             result = await asyncio.to_thread(self.trainer.scored_rows, rows, await scores)
             self.trainer.timeline.add("rewards", "scoring", start, perf_counter())
-            self.queue.enter(Group(number, version, numbers, name, output, result))
+            teaches = self.filter is None or self.filter.teaches(result)
+            before = self.queue.passed_over
+            self.queue.enter(Group(number, version, numbers, name, output, result, teaches))
+            if self.filter is not None:
+                self.filter.see(result, dropped=self.queue.passed_over > before)
             self._arrived.set()
 
         self._spawn(score())

@@ -10,6 +10,7 @@ from), and as long as none overtakes another, none is older than `max_staleness`
 """
 
 import asyncio
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -28,6 +29,7 @@ class Group:
     name: str  # of its trajectories
     output: DataProto
     scores: DataProto
+    teaches: bool = True  # its rewards differ
     since: float = field(default_factory=perf_counter)  # when it was scored
 
 
@@ -43,11 +45,14 @@ class GroupQueue:
         keep_stale: bool = False,
         first: int = 0,
         trained: Iterable[int] = (),
+        done: int | None = None,
+        spare: int = 0,
     ):
         """For a run of so many `steps`; `at_once` groups are drawn together.
 
         What is further behind than `max_staleness` is dropped, unless stale ones are to be kept. The run goes on at
-        step `first`; `trained` are the groups of that step and later ones which it has trained.
+        step `first`; `trained` are the groups of that step and later ones which it has trained. `done` training steps
+        lie behind it. Of the groups that teach nothing, `spare` are passed over for each batch.
         """
         self.batch_size, self.steps, self.at_once = batch_size, steps, at_once
         self.max_staleness, self.keep_stale = max_staleness, keep_stale
@@ -55,10 +60,12 @@ class GroupQueue:
         self.to_draw: asyncio.PriorityQueue[tuple[int, ...]] = asyncio.PriorityQueue()  # the lowest numbers first
         self.scored: list[Group] = []
         self.dropped = 0
+        self.spare = self._left = spare
+        self.passed_over = 0 if done is None else (self.first - done) * batch_size + len(self.trained)
 
     def horizon(self, version: int) -> int:
         """The last step whose groups may be drawn, with weights of this version."""
-        return min(version + self.max_staleness, self.steps - 1)
+        return min(version + self.max_staleness, self.steps - 1) + math.ceil(self.passed_over / self.batch_size)
 
     def open(self, step: int) -> None:
         """The groups of a step may be drawn from now on, but for those that have been trained."""
@@ -72,8 +79,13 @@ class GroupQueue:
         return divmod(number, self.batch_size)
 
     def enter(self, group: Group) -> None:
-        """It has been scored."""
-        self.scored.append(group)
+        """It has been scored. One that teaches nothing counts as trained, and a later one will be in its place."""
+        if group.teaches or not self._left:
+            self.scored.append(group)
+            return
+        self._left -= 1
+        self.passed_over += 1
+        self._finish([group])
 
     def take(self, version: int) -> list[Group]:
         """A batch for the weights of this version, by number; nothing as long as too few groups are there.
@@ -94,12 +106,16 @@ class GroupQueue:
     def _train(self, taken: list[Group]) -> list[Group]:
         """Of steps that are trained as a whole, only how many there are is remembered."""
         self.scored = [group for group in self.scored if group not in taken]
-        self.trained |= {group.number for group in taken}
+        self._left = self.spare
+        self._finish(taken)
+        return sorted(taken, key=lambda group: group.number)
+
+    def _finish(self, groups: list[Group]) -> None:
+        self.trained |= {group.number for group in groups}
         while (whole := set(range(self.first * self.batch_size, (self.first + 1) * self.batch_size))) <= self.trained:
             self.trained -= whole
             self.first += 1
-        return sorted(taken, key=lambda group: group.number)
 
     def state(self) -> dict[str, Any] | None:
         """For a checkpoint: `first` and `trained`. None where the groups trained are those of the first steps."""
-        return {"first": self.first, "trained": sorted(self.trained)} if self.trained else None
+        return {"first": self.first, "trained": sorted(self.trained)} if self.trained or self.passed_over else None

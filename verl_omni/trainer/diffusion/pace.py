@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from verl.protocol import DataProto
 
 from verl_omni.trainer.diffusion.experience import Experience
+from verl_omni.trainer.diffusion.prompts import PromptStream
 
 if TYPE_CHECKING:
     from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
@@ -19,11 +20,11 @@ class Pace:
 
     def __init__(self, trainer: "BaseRayDiffusionTrainer"):
         self.trainer = trainer
-        self.prompts = iter(trainer.train_loader)
+        self.prompts = PromptStream(trainer.train_loader)
 
     def next(self) -> Experience:
         """The experience of the next training step."""
-        return self.trainer.sample(DataProto.from_single_dict(next(self.prompts)))
+        return self.trainer.sample(self.prompts.take())
 
     def settle(self) -> None:
         """Before others ask the engines: what is being drawn has been drawn."""
@@ -36,7 +37,7 @@ class Pace:
 
     def data_state(self) -> dict[str, Any]:
         """Where in the data a run would go on that has learned from all experiences up to now, and from no other."""
-        return self.trainer.train_loader.state_dict()
+        return self.prompts.state_dict()
 
     def close(self) -> None:
         """Nothing more is going to be learned: begin to draw nothing more."""
@@ -58,9 +59,8 @@ class OneStepOff(Pace):
         return experience
 
     def _start(self, step: int) -> "_Ahead":
-        self._before = self.trainer.train_loader.state_dict()
-        prompts = DataProto.from_single_dict(next(self.prompts))
-        return _Ahead(self.trainer.start_sampling(prompts, step))
+        self._before = self.prompts.state_dict()
+        return _Ahead(self.trainer.start_sampling(self.prompts.take(), step))
 
     def settle(self) -> None:
         if self.ahead is not None:

@@ -91,7 +91,7 @@ class RecordedQueue(GroupQueue):
         """What was dropped then, and is here only because others were drawn with it, is not kept."""
         self._missing.discard(group.number)
         if (group.number, group.version) in self._taken:
-            super().enter(group)
+            self.scored.append(group)
 
     def take(self, version: int) -> list[Group]:
         if version != self._version:

@@ -8,6 +8,8 @@ from typing import Any
 from verl.protocol import DataProto
 
 from verl_omni.trainer.diffusion.experience import Experience, new_experience, places
+from verl_omni.trainer.diffusion.filter_groups import start_filtered
+from verl_omni.trainer.diffusion.group_queue import Group
 from verl_omni.trainer.diffusion.validation import training_folder
 from verl_omni.trainer.run_folder.saving import is_due
 from verl_omni.utils.arrays import object_array
@@ -23,10 +25,36 @@ class Sampling:
 
     def start_sampling(self, prompts: DataProto, step: int) -> Callable[[], Experience]:
         """Begin to draw samples for the training step after `step` others; what comes back waits for them."""
+        if self.group_filter is not None:
+            return start_filtered(self, prompts, step)
         batch = self.requests(prompts, step, range(len(prompts)), learns=step == self.global_step)
-        name = self._place(batch, self._ranks(len(batch), step))
+        names = self._place(batch, self._ranks(len(batch), step))
         drawn, version = self._draw(batch, self.algorithm.rollout_policy), self.global_step
-        return lambda: self.experience((name,), version, step, *drawn())
+        return lambda: self.experience(names, version, step, *drawn())
+
+    def start_groups(
+        self,
+        prompts: DataProto,
+        step: int,
+        numbers: Sequence[int],
+        places: Sequence[int],
+        count: int,
+        learns: bool,
+    ) -> Callable[[], list[Group]]:
+        """Begin to draw groups of these numbers, for these places among the `count` of a step; waits for scores too."""
+        batch, n = self.requests(prompts, step, numbers, learns), self.settings.actor_rollout_ref.rollout.n
+        rows = [list(range(place * n, (place + 1) * n)) for place in range(count)]
+        ranks = self._ranks(count * n, step)
+        names = self._place(batch, None if ranks is None else [ranks[i] for place in places for i in rows[place]], n)
+        drawn, version = self._draw(batch, self.algorithm.rollout_policy), self.global_step
+
+        def groups() -> list[Group]:
+            output, collect = drawn()
+            scores = collect()
+            told = zip(numbers, names, rows, strict=False)
+            return [Group(number, version, tuple(numbers), name, output[i], scores[i]) for number, name, i in told]
+
+        return groups
 
     def requests(self, prompts: DataProto, step: int, groups: Sequence[int], learns: bool) -> DataProto:
         """What to draw of these prompts: the groups of those numbers among all of `step`, `rollout.n` samples each.
@@ -96,13 +124,15 @@ class Sampling:
             return None
         return str(training_folder(self.run_dir, number) / f"{group:05d}")
 
-    def _place(self, batch: DataProto, ranks: list[int] | None = None) -> str:
-        """Say which engine draws each sample and where its trajectory is left; the name of the new experience."""
+    def _place(self, batch: DataProto, ranks: list[int] | None = None, size: int | None = None) -> tuple[str, ...]:
+        """Say which engine draws each sample and where its trajectory is left; the name of the new experience, or one
+        for each `size` samples."""
         servers, ship = self.rollouts.places(ranks, len(batch))
-        name = new_experience()
+        size = size or len(batch)
+        names = tuple(new_experience() for _ in range(0, len(batch), size))
         batch.non_tensor_batch["server"] = object_array(servers)
-        batch.non_tensor_batch["place"] = object_array(places(name, len(batch), ship))
-        return name
+        batch.non_tensor_batch["place"] = object_array([p for name in names for p in places(name, size, ship)])
+        return names
 
     def _draw(
         self, batch: DataProto, policy: str, images_to: dict[int, str] | None = None
