@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import documented_metrics
 import warm
 from tiny_models import tiny_checkpoint
 
@@ -254,8 +255,9 @@ def environments() -> Iterator[str]:
 
 
 def metrics(run_dir: Path) -> dict[int, dict[str, float]]:
-    """By step, without what a clock measures."""
+    """By step, without what a clock measures. docs/metrics.md has all of them."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == sorted({line["step"] for line in lines})
+    assert not documented_metrics.unknown(name for line in lines for name in line["data"])
     timed = ("timing", "perf/", "idle/")
     return {line["step"]: {k: v for k, v in line["data"].items() if not k.startswith(timed)} for line in lines}
