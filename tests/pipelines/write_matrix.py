@@ -1,6 +1,6 @@
-"""Run the matrix of algorithms and architectures, and write what passed into the README.
+"""Run the matrix of algorithms and architectures, and write what passed into docs/models.md.
 
-python tests/pipelines/write_matrix.py README.md
+python tests/pipelines/write_matrix.py docs/models.md
 """
 
 import sys
@@ -36,8 +36,8 @@ def matrix_table(cells: dict[tuple[str, str], str]) -> str:
 def main() -> int:
     outcomes = Outcomes()
     status = pytest.main(["-q", str(Path(__file__).with_name("test_matrix.py"))], plugins=[outcomes])
-    readme = Path(sys.argv[1])
-    readme.write_text(fill(readme.read_text(), "MATRIX", matrix_table(outcomes.cells)))
+    page = Path(sys.argv[1])
+    page.write_text(fill(page.read_text(), "MATRIX", matrix_table(outcomes.cells)))
     return status
 
 

@@ -23,7 +23,7 @@ def models_table() -> str:
         module = inspect.getmodule(adapter)
         model = re.split(r"[:\n]", module.__doc__)[0].strip()
         path = module.__name__.replace(".", "/") + ".py"
-        rows.append(f"| `{architecture}` | {model} | [{package.split('.')[-1]}]({path}) |")
+        rows.append(f"| `{architecture}` | {model} | `{path}` |")
     return "\n".join(rows)
 
 
