@@ -130,12 +130,11 @@ def measure(work: str, images: int, overrides: list[str], moments: Path) -> dict
     import torch
 
     from verl_omni.testing.local_trainer import local_config, local_trainer
-    from verl_omni.trainer.diffusion.pace import Pace
 
     with tempfile.TemporaryDirectory() as folder:
         given = [*settings(WORKS[work], images, Path(folder)), "trainer.total_training_steps=2", *overrides]
         trainer = local_trainer(local_config(given))
-        pace = Pace(trainer)
+        pace = trainer.new_pace()
         timing: dict[str, float] = {}
         trainer.training_step(pace, {})
         trainer.actor_wg.reset_peak_memory()

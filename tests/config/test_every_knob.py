@@ -42,7 +42,7 @@ OWNERS = {
     f"{ARR}.rollout.checkpoint_engine": {"checkpoint_engine", "channel.py:config"},
     f"{ARR}.rollout.pipeline": {"pipeline", "sampling_params", "adapter.py:size"},
     f"{ARR}.rollout.algo": {"algo"},
-    f"{ARR}.rollout.val_kwargs": {"base_trainer.py:val", "settings.py:val"},
+    f"{ARR}.rollout.val_kwargs": {"sampling.py:val", "settings.py:val"},
     f"{ARR}.rollout.http": {"http"},
     f"{ARR}.rollout.agent": {"agent"},
     f"{ARR}.ref": {"ref", "ref_config"},

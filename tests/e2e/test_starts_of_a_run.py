@@ -52,7 +52,7 @@ class Trainer(BaseRayDiffusionTrainer):
 @pytest.fixture
 def start(tmp_path, monkeypatch):
     """Types the command: the trainer after its run."""
-    module = "verl_omni.trainer.diffusion.base_trainer."
+    module = "verl_omni.trainer.diffusion.after_step."
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_actor_id=lambda: None))
     computed = ("compute_data_metrics_diffusion", "compute_timing_metrics_diffusion", "compute_mfu_metrics")
     for name in (*computed, "compute_throughput_metrics_diffusion", "reward_metrics", "write_training_samples"):

@@ -53,10 +53,11 @@ def learned(*overrides: str, version: int, ask: list | None = None) -> DataProto
         },
         {"uid": object_array(["a"] * 4), "trajectory": object_array([None] * 4)},
     )
-    trainer._scored.side_effect = lambda experience, timing: experience.batch
+    experience = Experience(("e0",), version, batch, lambda: None)
+    experience.scored = lambda timing: batch
     for name in ("_for_training", "_mini_batches", "_update_actor", "_correct"):
         setattr(trainer, name, getattr(PolicyGradientRayTrainer, name).__get__(trainer))
-    _, metrics = PolicyGradientRayTrainer.learn(trainer, Experience(("e0",), version, batch, lambda: None), {})
+    _, metrics = PolicyGradientRayTrainer.learn(trainer, experience, {})
     if ask is not None:
         ask += [metrics, trainer.actor_wg.compute_log_prob.call_count]
     call = trainer.actor_wg.update_actor.call_args

@@ -12,7 +12,9 @@ from verl.protocol import DataProto
 
 from verl_omni.data.prompt_loader import create_dataloader
 from verl_omni.report.timeline import Timeline
+from verl_omni.trainer.callbacks import Run
 from verl_omni.trainer.diffusion.fully_async import FullyAsync
+from verl_omni.trainer.diffusion.pace import DrawnGroup
 from verl_omni.trainer.diffusion.rollouts import Weights
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.background import start, wait_for
@@ -56,45 +58,34 @@ class Trainer:
     def __init__(self, run_dir, max_staleness=2, servers=1, total_steps=4, stale_groups="drop", state=None, done=0):
         options = {"max_staleness": max_staleness, "stale_groups": stale_groups, "replay": None}
         rollout = SimpleNamespace(n=N, max_num_seqs=N)
-        self.config = SimpleNamespace(
+        config = SimpleNamespace(
             trainer=SimpleNamespace(**options),
             data=SimpleNamespace(train_batch_size=B),
             actor_rollout_ref=SimpleNamespace(rollout=rollout, hybrid_engine=False),
         )
-        self.train_loader = create_dataloader(Prompts(), B, shuffle=False, seed=0)
+        self.loader = create_dataloader(Prompts(), B, shuffle=False, seed=0)
         if state is not None:
-            self.train_loader.load_state_dict(state)
+            self.loader.load_state_dict(state)
         self.trained_groups = (state or {}).get("groups")
-        self.global_step, self.total_steps, self.run_dir = done, total_steps, run_dir
-        self.timeline, self.gates, self.group_filter = Timeline(), Gates(), None
-        self.algorithm = SimpleNamespace(rollout_policy="current")
-        self.rollouts = SimpleNamespace(
-            servers=list(range(servers)), publish=self._publish, ready=self._ready, metrics=dict
-        )
-        self.agent_loop_manager = SimpleNamespace(start_groups=self._start_groups)
+        self.run = Run(config, run_dir, total_steps, done)
+        self.timeline, self.gates, self.num_servers, self.group_filter = Timeline(), Gates(), servers, None
         self.held: dict[int, int] = {}
         self.drawn: list[tuple[str, int, int]] = []  # uid, server, version
         self.fails: dict[str, Exception] = {}
 
-    def _publish(self, policy, version):
-        return Weights(policy, version, f"weights {version}")
+    def publish(self):
+        return Weights("current", self.run.step, f"weights {self.run.step}")
 
-    async def _ready(self, server, newest):
+    async def draw_groups(self, server, prompts, step, groups, newest, learns):
+        prompts.non_tensor_batch["uid"] = object_array([f"{step}-{group}" for group in groups])
         weights = newest()
         assert weights.stored == f"weights {weights.version}"
         self.held[server] = weights.version
-        return weights
+        drawn = [prompts[[i]].repeat(N) for i in range(len(prompts))]
+        return weights.version, [DrawnGroup("e", rows, self._drawing(rows, server)) for rows in drawn]
 
-    def requests(self, prompts, step, groups, learns):
-        prompts.non_tensor_batch["uid"] = object_array([f"{step}-{group}" for group in groups])
-        return prompts.repeat(N, interleave=True)
-
-    def _start_groups(self, batch, size):
-        groups = [batch[list(range(start, start + size))] for start in range(0, len(batch), size)]
-        return [(rows, self._drawing(rows)) for rows in groups]
-
-    async def _drawing(self, rows):
-        uid, server = rows.non_tensor_batch["uid"][0], rows.non_tensor_batch["server"][0]
+    async def _drawing(self, rows, server):
+        uid = rows.non_tensor_batch["uid"][0]
         await self.gates(f"draw {uid}")
         self._fail(f"draw {uid}")
         version = self.held[server]
@@ -125,7 +116,12 @@ class Trainer:
 def paces():
     """Makes them, and ends them."""
     made = []
-    yield lambda trainer: made.append(FullyAsync(trainer)) or made[-1]
+
+    def make(trainer: Trainer) -> FullyAsync:
+        made.append(FullyAsync(trainer, trainer.loader, trainer.run, trainer.trained_groups))
+        return made[-1]
+
+    yield make
     for pace in made:
         pace.close()
 
@@ -134,8 +130,8 @@ def learn(pace: FullyAsync) -> list[tuple[str, int]]:
     """One training step: (uid, version) of its groups."""
     experience = pace.next()
     told = experience.scores.non_tensor_batch["uid"][::N].tolist(), experience.batch.non_tensor_batch["version"][::N]
-    assert experience.step == pace.trainer.global_step and experience.version == min(told[1])
-    pace.trainer.global_step += 1
+    assert experience.step == pace.run.step and experience.version == min(told[1])
+    pace.run.step += 1
     return list(zip(*told, strict=True))
 
 
@@ -280,7 +276,7 @@ def test_in_order_the_state_is_that_of_any_mode(tmp_path, paces):
 def test_groups_drawn_at_once_fill_a_forward(tmp_path, paces):
     for max_num_seqs, servers, at_once in ((N, 1, 1), (2 * N + 1, 1, 2), (100, 1, 2), (100, 2, 1), (1, 1, 1)):
         trainer = Trainer(tmp_path, max_staleness=1, servers=servers)
-        trainer.config.actor_rollout_ref.rollout.max_num_seqs = max_num_seqs
+        trainer.run.config.actor_rollout_ref.rollout.max_num_seqs = max_num_seqs
         assert paces(trainer).queue.at_once == at_once
 
 

@@ -1,12 +1,17 @@
 """When samples are drawn, with which weights, and where a run would go on in the data."""
 
+import inspect
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from verl_omni.data.prompt_loader import create_dataloader
+from verl_omni.trainer.callbacks import Run
+from verl_omni.trainer.diffusion import fully_async, pace
 from verl_omni.trainer.diffusion.modes import PACES
-from verl_omni.trainer.diffusion.pace import staleness
+from verl_omni.trainer.diffusion.pace import Draws, Pace, staleness
 
 
 class Prompts:
@@ -23,26 +28,35 @@ class Trainer:
     """Draws prompts and remembers when: (training step of the samples, version of the weights, what was drawn)."""
 
     def __init__(self, max_staleness=None, total_steps=4):
-        self.config = SimpleNamespace(trainer=SimpleNamespace(max_staleness=max_staleness))
-        self.train_loader = create_dataloader(Prompts(), 2, shuffle=False, seed=0)
-        self.global_step, self.total_steps = 0, total_steps
+        config = SimpleNamespace(trainer=SimpleNamespace(max_staleness=max_staleness))
+        self.run = Run(config, Path("run"), total_steps)
+        self.loader = create_dataloader(Prompts(), 2, shuffle=False, seed=0)
         self.begun, self.waited = [], []
 
+    def pace(self, mode: str) -> Pace:
+        return PACES[mode](self, self.loader, self.run)
+
     def start_sampling(self, prompts, step):
-        drawn = (step, self.global_step, prompts.non_tensor_batch["prompt"].tolist())
+        drawn = (step, self.run.step, prompts.non_tensor_batch["prompt"].tolist())
         self.begun.append(drawn)
         return lambda: self.waited.append(drawn) or drawn
 
-    def sample(self, prompts):
-        return self.start_sampling(prompts, self.global_step)()
-
 
 def run(trainer: Trainer, mode: str) -> list[tuple]:
-    pace, learned = PACES[mode](trainer), []
-    while trainer.global_step < trainer.total_steps:
-        learned.append(pace.next())
-        trainer.global_step += 1
+    paced, learned = trainer.pace(mode), []
+    while trainer.run.step < trainer.run.total_steps:
+        learned.append(paced.next())
+        trainer.run.step += 1
     return learned
+
+
+def test_a_pace_asks_its_trainer_for_nothing_but_what_is_declared():
+    """Every `self.draws.<name>` of the paces is a member of `Draws`, and each member is asked for."""
+    asked = set()
+    for module in (pace, fully_async):
+        asked |= set(re.findall(r"self\.draws\.(\w+)", inspect.getsource(module)))
+    declared = set(Draws.__annotations__) | {name for name in vars(Draws) if not name.startswith("_")}
+    assert asked == declared and len(declared) < 10
 
 
 def test_in_turn_every_experience_is_of_the_weights_that_learn_from_it():
@@ -64,14 +78,14 @@ def test_without_staleness_it_is_in_turn():
 
 def test_the_next_is_begun_before_the_first_is_learned():
     trainer = Trainer()
-    pace = PACES["one_step_off"](trainer)
-    pace.next()
+    ahead = trainer.pace("one_step_off")
+    ahead.next()
     assert [step for step, *_ in trainer.begun] == [0, 1] and [step for step, *_ in trainer.waited] == [0]
-    pace.settle()
-    pace.settle()
+    ahead.settle()
+    ahead.settle()
     assert [step for step, *_ in trainer.waited] == [0, 1]
-    trainer.global_step += 1
-    assert pace.next()[0] == 1
+    trainer.run.step += 1
+    assert ahead.next()[0] == 1
 
 
 @pytest.mark.parametrize("mode", ["separate", "one_step_off"])
@@ -80,13 +94,13 @@ def test_a_resumed_run_learns_from_the_prompts_that_are_not_learned_from(mode, d
     """What was being drawn when the run ended is drawn anew."""
     whole = run(Trainer(), mode)
     trainer = Trainer()
-    pace = PACES[mode](trainer)
+    ended = trainer.pace(mode)
     for _ in range(done):
-        pace.next()
-        trainer.global_step += 1
+        ended.next()
+        trainer.run.step += 1
     resumed = Trainer()
-    resumed.train_loader.load_state_dict(pace.data_state())
-    resumed.global_step = done
+    resumed.loader.load_state_dict(ended.data_state())
+    resumed.run.step = done
     rest = run(resumed, mode)
     assert [(step, prompts) for step, _, prompts in rest] == [(step, prompts) for step, _, prompts in whole[done:]]
     assert rest[0][1] == done  # with the weights that it has

@@ -117,7 +117,7 @@ def test_every_number_and_every_name_says_what_it_may_be():
     free = {
         "data.train_files", "data.val_files", "recipe", "ray.address", "ray.timeline_json_file",
         "trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir", "trainer.resume_from_path",
-        "trainer.replay",
+        "trainer.replay", "trainer.callbacks",
         "reward.custom_reward_function.path", "reward.custom_reward_function.name", "reward.reward_manager.name",
         "reward.reward_manager.module.path", "reward.reward_model.model_path", "reward.scorers",
         "reward.reward_model.command",

@@ -22,7 +22,7 @@ from verl_omni.agent_loop.routing import Block
 from verl_omni.agent_loop.sample_engine import SampleEngine
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.report.timeline import Timeline
-from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
+from verl_omni.trainer.diffusion.processes import load_models
 from verl_omni.trainer.diffusion.rollouts import ServerRollouts, Weights
 from verl_omni.utils import actors
 from verl_omni.utils.background import start, wait_for
@@ -163,7 +163,7 @@ def test_a_server_that_cannot_start_is_told_before_training_has_loaded(server):
     def load(training, *servers):
         workers = SimpleNamespace(execute_all_async=lambda method: [loads.remote(*training)])
         rollouts = SimpleNamespace(loading=lambda: [loads.remote(*one) for one in servers])
-        BaseRayDiffusionTrainer._load_models(SimpleNamespace(actor_wg=workers, rollouts=rollouts))
+        load_models(workers, rollouts)
 
     with pytest.raises(RuntimeError, match="no room on this card"):
         load((1e6, None), (0, None), (0, RuntimeError("no room on this card")))

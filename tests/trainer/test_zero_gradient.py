@@ -1,6 +1,7 @@
 """Steps that teach nothing say so, and five in a row end the run: for both trainers, which share the loop."""
 
-import types
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ from verl.protocol import DataProto
 
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.report.timeline import Timeline
+from verl_omni.trainer.callbacks import Run, UsersCallbacks
 from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
-from verl_omni.trainer.diffusion.pace import Pace
 from verl_omni.trainer.run_folder.saving import Saving
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.errors import RunError
@@ -29,10 +30,11 @@ class Loop(BaseRayDiffusionTrainer):
 
     def __init__(self, steps: list[tuple[dict[str, float], list[float]]]):
         self.settings = self.config = DiffusionTrainerConfig()
-        self.steps, self.global_step, self.total_steps = steps, 0, len(steps)
+        self.steps, self.total_steps = steps, len(steps)
+        self.run, self.callbacks = Run(self.config, Path("run"), len(steps)), UsersCallbacks([])
         self.train_loader, self.val_loader, self.online = Prompts(range(len(steps))), None, True
-        self.saving = Saving(self.config.trainer)
-        self.layout, self.saved, self.logged = Layout(), [], []
+        self.checkpoints = SimpleNamespace(saving=Saving(self.config.trainer), trained_groups=None)
+        self.layout, self.timeline, self.saved, self.logged = Layout(), Timeline(), [], []
 
     def training_step(self, pace, timing):
         metrics, rewards = self.steps[next(pace.prompts)]
@@ -50,8 +52,7 @@ class Loop(BaseRayDiffusionTrainer):
         self.saved.append(self.global_step)
 
     def train(self) -> None:
-        self.pace, self.timeline = Pace(self), Timeline()
-        self._train(types.SimpleNamespace(log=lambda metrics, step: self.logged.append(step)))
+        self._train(SimpleNamespace(log=lambda metrics, step: self.logged.append(step)))
 
 
 NONE, SOME, SKIPPED = {"actor/grad_norm": 0.0}, {"actor/grad_norm": 1e-30}, {"training/skipped_updates": 1.0}

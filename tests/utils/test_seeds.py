@@ -9,21 +9,22 @@ from verl.protocol import DataProto
 
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.data.prompt_loader import EpochStream
-from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
+from verl_omni.trainer.callbacks import Run
+from verl_omni.trainer.diffusion.policy_gradient_trainer import PolicyGradientRayTrainer
 from verl_omni.utils.seeds import derive_seed, derive_seeds
 from verl_omni.workers.layout import Layout
 
 
-def trainer(seed: int, step: int) -> BaseRayDiffusionTrainer:
+def trainer(seed: int, step: int) -> PolicyGradientRayTrainer:
     """As far as it draws anything, without workers."""
-    made = object.__new__(BaseRayDiffusionTrainer)
+    made = object.__new__(PolicyGradientRayTrainer)
     made.settings = made.config = DiffusionTrainerConfig()
     rollout = made.settings.actor_rollout_ref.rollout
     rollout.seed = made.settings.trainer.seed = seed
     made.run_dir, made.total_steps = Path("run"), 1
     rollout.n, rollout.algo.same_initial_noise = 4, True
     made.settings.actor_rollout_ref.actor.shuffle = True
-    made.layout, made.global_step = Layout(), step
+    made.layout, made.run = Layout(), Run(made.config, made.run_dir, 1, step)
     return made
 
 

@@ -23,6 +23,7 @@ from verl_omni.rewards.reward_loop import RewardLoopWorker
 from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
 from verl_omni.trainer.diffusion.direct_preference_trainer import DirectPreferenceRayTrainer
 from verl_omni.trainer.diffusion.policy_gradient_trainer import PolicyGradientRayTrainer
+from verl_omni.trainer.diffusion.processes import listen, set_schedule_length
 from verl_omni.trainer.diffusion.rollouts import EmbeddedRollouts, ServerRollouts
 from verl_omni.utils.background import start, wait_for
 from verl_omni.workers.diffusion_worker import DiffusionWorker
@@ -61,7 +62,7 @@ class _LocalWorkers:
     """For a trainer of online sampling: its worker, agent loop, rewards and rollout servers are called directly."""
 
     def init_workers(self) -> None:
-        self._set_schedule_length()
+        set_schedule_length(self.config, self.total_steps)
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         worker = DiffusionWorker(self.config)
         worker.init_model()
@@ -73,7 +74,7 @@ class _LocalWorkers:
             count = self.config.actor_rollout_ref.rollout.n_gpus_per_node or 1
             servers = [_Handle(_LocalServer(self.config)) for _ in range(count)]
             self.rollouts = ServerRollouts(servers, self.actor_wg, self.timeline)
-            self._listen()
+            listen(self.config, self.rollouts)
         rewards = [_Handle(RewardLoopWorker(self.config))]
         agents = _Handle(DiffusionAgentLoopWorker(self.config, servers, rewards))
         self.agent_loop_manager = _LocalAgentLoops(self.config, servers, rewards, [agents])

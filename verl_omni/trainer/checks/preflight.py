@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_omni.config import DiffusionModelConfig, DiffusionPipelineConfig, validation_pipeline
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.settings import check_size
+from verl_omni.trainer.callbacks import callback_class
 from verl_omni.trainer.checks.correction import without_weights
 from verl_omni.trainer.checks.preparation import prepare_config
 from verl_omni.trainer.run_folder.resuming import Start, plan_start
@@ -21,6 +22,8 @@ TEMPLATE_ROOM = 64
 def preflight(config: DictConfig) -> DictConfig:
     """The resolved configuration; raises one clear line where the run could not work."""
     config = prepare_config(config)
+    for spec in config.trainer.callbacks:
+        callback_class(spec)  # raises where it cannot be one
     check_data(config)
     if config.algorithm.sample_source == "online":
         check_agent_loops(config)

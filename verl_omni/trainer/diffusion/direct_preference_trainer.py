@@ -40,7 +40,7 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
 
     def learn(self, experience: Experience, timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
         if self.online:
-            _, batch = scored_part(self._scored(experience, timing), self.global_step + 1)
+            _, batch = scored_part(experience.scored(timing), self.global_step + 1)
             rewards = batch.batch["sample_level_rewards"]
         else:
             batch, rewards = experience.batch, experience.scores.batch["rm_scores"][:, 0]

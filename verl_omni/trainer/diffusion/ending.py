@@ -1,46 +1,35 @@
 """The end of a run, whatever its reason: what is whole is saved, the report is written, and a line says where."""
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
 
 from verl_omni.report.report import write_report
+from verl_omni.trainer.callbacks import Run, UsersCallbacks
 from verl_omni.trainer.failures import what_failed
 from verl_omni.trainer.progress import tell
 from verl_omni.trainer.run_folder import checkpointing
+from verl_omni.trainer.run_folder.checkpoints import Checkpoints
 from verl_omni.trainer.run_folder.log import log_traceback
-
-if TYPE_CHECKING:
-    from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
+from verl_omni.utils.errors import RunError
 
 SECONDS_TO_ANSWER = 60.0  # a rank that waits for another, which has failed, never does
 
 
-@dataclass
-class WholeStep:
-    """The last step that was learned to its end: what a checkpoint needs beside the weights of that moment."""
-
-    step: int
-    data: dict[str, Any]  # where in the data a run goes on from there
-    changes: list[int] | None  # how often each rank has changed its weights by then
-    validation_due: bool = False
-
-
-def save_what_is_whole(trainer: "BaseRayDiffusionTrainer") -> None:
+def save_what_is_whole(
+    checkpoints: Checkpoints, changes: Callable[[], list[int] | None], save: Callable[[], None]
+) -> None:
     """After a failure: the last whole step, if it is not saved yet and no later step has touched the weights."""
-    whole = trainer.whole
-    if whole is None or not trainer.saving.misses(whole.step):
+    whole = checkpoints.whole
+    if whole is None or not checkpoints.saving.misses(whole.step):
         return
     try:
-        if whole.changes is None or trainer.changes() != whole.changes:
-            return
-        if trainer.rollouts is not None:
-            trainer.rollouts.end()  # it may have other weights in their place
-        trainer.save_checkpoint()
+        if whole.changes is not None and changes() == whole.changes:
+            save()
     except Exception as error:  # the one that ends the run is told; this one beside it
         log_traceback(error)
         print(f"step {whole.step} could not be saved: {what_failed(error)}", flush=True)
@@ -61,19 +50,28 @@ def changes(workers: Any) -> list[int] | None:
     return ray.get(asked)
 
 
-def report(trainer: "BaseRayDiffusionTrainer") -> Path | None:
+def report(run: Run) -> Path | None:
     """Written anew, wherever there is anything to show. A run does not fail for it."""
-    metrics = trainer.run_dir / "metrics.jsonl"
-    if "jsonl" not in trainer.config.trainer.logger or not metrics.exists() or not metrics.stat().st_size:
+    metrics = run.folder / "metrics.jsonl"
+    if "jsonl" not in run.config.trainer.logger or not metrics.exists() or not metrics.stat().st_size:
         return None
     try:
-        path = write_report(trainer.run_dir)
+        path = write_report(run.folder)
     except Exception as error:
         log_traceback(error)
         print(f"the report could not be written: {what_failed(error)}", flush=True)
         return None
     tell(report=str(path))
     return path
+
+
+def tell_callbacks(callbacks: UsersCallbacks, run: Run, error: BaseException) -> None:
+    """That the run has failed. The error that ends it is told; one of theirs beside it."""
+    try:
+        callbacks.on_run_end(run, error)
+    except RunError as another:
+        log_traceback(another)
+        print(another, flush=True)
 
 
 def where_things_are(run_dir: Path, step: int, report: Path | None) -> str:

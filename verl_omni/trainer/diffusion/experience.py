@@ -8,6 +8,9 @@ from typing import Any
 
 from verl.protocol import DataProto
 
+from verl_omni.agent_loop.outputs import side_by_side
+from verl_omni.trainer.progress import timer
+
 _numbers = itertools.count()
 
 
@@ -40,3 +43,11 @@ class Experience:
     def scores(self) -> DataProto:
         """Rewards, in the rows' order."""
         return self.collect()
+
+    def scored(self, timing: dict[str, float]) -> DataProto:
+        """The batch with its rewards; they were computed meanwhile, and this is what is left to wait for."""
+        with timer(timing, "reward"):
+            batch = side_by_side(self.batch, self.scores)
+        timing |= {f"gen_{phase}": seconds for phase, seconds in batch.meta_info.pop("timing").items()}
+        batch.batch["sample_level_rewards"] = batch.batch["rm_scores"][:, 0]
+        return batch

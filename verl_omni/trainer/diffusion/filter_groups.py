@@ -1,8 +1,8 @@
 """`algorithm.filter_groups`: prompts whose images all have the same reward teach nothing; others take their place."""
 
 from collections import defaultdict
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from tqdm import tqdm
@@ -13,9 +13,6 @@ from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.trainer.diffusion.experience import Experience
 from verl_omni.trainer.diffusion.group_queue import Group
 from verl_omni.utils.suggest import unknown
-
-if TYPE_CHECKING:
-    from verl_omni.trainer.diffusion.sampling import Sampling
 
 SCORE = ("score", "seq_reward", "seq_final_reward")  # the last two are verl's names of it
 
@@ -76,7 +73,26 @@ class GroupFilter:
         return metrics
 
 
-def start_filtered(trainer: "Sampling", prompts: DataProto, step: int) -> Callable[[], Experience]:
+class DrawsGroups(Protocol):
+    """Who draws, as far as the filter asks it."""
+
+    group_filter: GroupFilter
+    global_step: int
+    actor_wg: Any
+    pace: Any  # whose prompts come next
+
+    def start_groups(
+        self, prompts: DataProto, step: int, numbers: Sequence[int], places: Sequence[int], count: int, learns: bool
+    ) -> Callable[[], list[Group]]:
+        """Begin to draw groups of these numbers, for these places among the `count` of a step; waits for scores too."""
+
+    def experience(
+        self, names: tuple[str, ...], version: int, step: int, output: DataProto, scores: Callable[[], DataProto]
+    ) -> Experience:
+        """Samples of whole groups, and what waits for their scores."""
+
+
+def start_filtered(trainer: DrawsGroups, prompts: DataProto, step: int) -> Callable[[], Experience]:
     """As `start_sampling` without a filter. A prompt that replaces another is drawn by who would have trained on that.
 
     Numbers go on from group to group, so that each has seeds of its own. What is drawn anew is drawn when the first

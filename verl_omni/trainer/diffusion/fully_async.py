@@ -7,56 +7,52 @@ version that drew it, is in `order.jsonl` of the run's folder, from which `train
 
 import asyncio
 import math
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Coroutine
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl.protocol import DataProto
 
 from verl_omni.agent_loop.outputs import join
 from verl_omni.report.tracking import JsonLines
-from verl_omni.trainer.diffusion.experience import Experience, new_experience, places
+from verl_omni.trainer.diffusion.experience import Experience
 from verl_omni.trainer.diffusion.group_queue import Group, GroupQueue
 from verl_omni.trainer.diffusion.idle import BusyTime
-from verl_omni.trainer.diffusion.pace import Pace
+from verl_omni.trainer.diffusion.pace import DrawnGroup, Pace
 from verl_omni.trainer.diffusion.replay import ORDER, RecordedQueue
 from verl_omni.trainer.diffusion.rollouts import Weights
-from verl_omni.utils.arrays import object_array
 from verl_omni.utils.background import wait_for
-
-if TYPE_CHECKING:
-    from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
 
 
 class FullyAsync(Pace):
     """An experience is the next groups that were scored, whichever weights drew them; see `group_queue`."""
 
-    def __init__(self, trainer: "BaseRayDiffusionTrainer"):
-        super().__init__(trainer)
-        self.overlaps = trainer.config.trainer.max_staleness != 0
-        self.filter = trainer.group_filter
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.overlaps = self.run.config.trainer.max_staleness != 0
+        self.filter = self.draws.group_filter
         self.queue = self._queue()
         self.opened = self.queue.first  # the next step whose prompts are to be read
         self._rows: dict[int, DataProto] = {}  # the prompts of the steps that are not trained as a whole
         self._before: dict[int, dict[str, Any]] = {}  # and where in the data each of them begins
-        self._order = JsonLines(trainer.run_dir / ORDER, trainer.global_step or None)
+        self._order = JsonLines(self.run.folder / ORDER, self.run.step or None)
         self._busy, self._told = BusyTime(), {}
         self._failure: BaseException | None = None
         self._arrived, self._tasks = asyncio.Event(), set()
-        self._turns, self._settled = [asyncio.Lock() for _ in trainer.rollouts.servers], False
+        self._turns, self._settled = [asyncio.Lock() for _ in range(self.draws.num_servers)], False
         wait_for(self._start())
 
     def _queue(self) -> GroupQueue:
-        config, trainer = self.trainer.config, self.trainer.config.trainer
-        batch_size, steps = config.data.train_batch_size, self.trainer.total_steps
+        config, trainer = self.run.config, self.run.config.trainer
+        batch_size, steps = config.data.train_batch_size, self.run.total_steps
         if trainer.replay:
             return RecordedQueue(batch_size, steps, trainer.replay)
         rollout = config.actor_rollout_ref.rollout
-        share = math.ceil(batch_size / len(self.trainer.rollouts.servers))
+        share = math.ceil(batch_size / self.draws.num_servers)
         # As many as one forward takes; more would only wait longer for new weights. In turn there are none to wait for.
         at_once = min(share, max(1, rollout.max_num_seqs // rollout.n)) if self.overlaps else share
-        done = self.trainer.global_step
-        state = self.trainer.trained_groups or {"first": done}
+        done = self.run.step
+        state = self.trained_groups or {"first": done}
         keep = trainer.stale_groups == "keep"
         spare = 0 if self.filter is None else (self.filter.config.max_num_gen_batches - 1) * batch_size
         return GroupQueue(batch_size, steps, at_once, trainer.max_staleness, keep, **state, done=done, spare=spare)
@@ -64,8 +60,7 @@ class FullyAsync(Pace):
     # ---- the main thread -----------------------------------------------------------------------------
 
     def next(self) -> Experience:
-        trainer, step = self.trainer, self.trainer.global_step
-        weights = trainer.rollouts.publish(trainer.algorithm.rollout_policy, step)
+        step, weights = self.run.step, self.draws.publish()
         dropped, groups = self.queue.dropped, []
         while not groups:  # where some were passed over, others have to be read
             steps = range(self.opened, self.queue.horizon(step) + 1)
@@ -85,9 +80,9 @@ class FullyAsync(Pace):
         }
         self._order.log({"groups": [_line(group) for group in groups]}, step + 1)
         output, scores = join([group.output for group in groups]), join([group.scores for group in groups])
-        output.meta_info["timing"] = {"images": drawing / len(trainer.rollouts.servers)}
+        output.meta_info["timing"] = {"images": drawing / self.draws.num_servers}
         names, version = tuple(group.name for group in groups), min(group.version for group in groups)
-        return trainer.experience(names, version, step, output, lambda: scores)
+        return self.draws.experience(names, version, step, output, lambda: scores)
 
     def metrics(self, batch: DataProto) -> dict[str, float]:
         return super().metrics(batch) | self._told
@@ -153,7 +148,7 @@ class FullyAsync(Pace):
     def _filtered(self, groups: list[Group]) -> dict[str, float]:
         if self.filter is None:
             return {}
-        return self.filter.tell(self.trainer.global_step + 1, sum(not group.teaches for group in groups), len(groups))
+        return self.filter.tell(self.run.step + 1, sum(not group.teaches for group in groups), len(groups))
 
     async def _hold(self) -> None:
         if self._settled:
@@ -181,39 +176,33 @@ class FullyAsync(Pace):
 
     async def _draw(self, server: int, numbers: tuple[int, ...]) -> None:
         """Groups of one step at once; returns when their images are there."""
-        trainer = self.trainer
-        step, n = self.queue.place(numbers[0])[0], trainer.config.actor_rollout_ref.rollout.n
+        step = self.queue.place(numbers[0])[0]
         among = [self.queue.place(number)[1] for number in numbers]
-        batch = trainer.requests(self._rows[step][among], step, among, learns=not self.overlaps)
-        names = [new_experience() for _ in numbers]
-        batch.non_tensor_batch["server"] = object_array([server] * len(batch))
-        batch.non_tensor_batch["place"] = object_array([p for name in names for p in places(name, n, ship=True)])
-        version = (await trainer.rollouts.ready(server, lambda: self.weights)).version
+        version, groups = await self.draws.draw_groups(
+            server, self._rows[step][among], step, among, newest=lambda: self.weights, learns=not self.overlaps
+        )
         start = perf_counter()
         self._busy.begin(server)
-        groups = trainer.agent_loop_manager.start_groups(batch, n)
         await asyncio.gather(
             *(
-                self._group(number, version, numbers, name, *group)
-                for number, name, group in zip(numbers, names, groups, strict=True)
+                self._group(number, version, numbers, group)
+                for number, group in zip(numbers, groups, strict=True)
             )
         )
         self._busy.end(server)
-        trainer.timeline.add(f"rollout {server}", "drawing", start, perf_counter())
+        self.draws.timeline.add(f"rollout {server}", "drawing", start, perf_counter())
 
-    async def _group(
-        self, number: int, version: int, numbers: tuple[int, ...], name: str, rows: DataProto, drawing: Awaitable
-    ) -> None:
+    async def _group(self, number: int, version: int, numbers: tuple[int, ...], group: DrawnGroup) -> None:
         """Until its images are there; its rewards come in later."""
-        output, scores = await drawing
+        output, scores = await group.drawing
 
         async def score() -> None:
             start = perf_counter()
-            result = await asyncio.to_thread(self.trainer.scored_rows, rows, await scores)
-            self.trainer.timeline.add("rewards", "scoring", start, perf_counter())
+            result = await asyncio.to_thread(self.draws.scored_rows, group.rows, await scores)
+            self.draws.timeline.add("rewards", "scoring", start, perf_counter())
             teaches = self.filter is None or self.filter.teaches(result)
             before = self.queue.passed_over
-            self.queue.enter(Group(number, version, numbers, name, output, result, teaches))
+            self.queue.enter(Group(number, version, numbers, group.name, output, result, teaches))
             if self.filter is not None:
                 self.filter.see(result, dropped=self.queue.passed_over > before)
             self._arrived.set()

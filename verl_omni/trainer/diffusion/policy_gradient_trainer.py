@@ -15,7 +15,7 @@ from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
 from verl_omni.trainer.diffusion.experience import Experience
 from verl_omni.trainer.diffusion.failed_rewards import scored_part
 from verl_omni.trainer.diffusion.gaps import with_gaps
-from verl_omni.trainer.diffusion.ordering import train_steps
+from verl_omni.trainer.diffusion.ordering import minibatch_order, train_steps
 from verl_omni.trainer.progress import timer
 from verl_omni.utils.arrays import object_array
 from verl_omni.workers import columns
@@ -44,7 +44,7 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
         if self.loss_function.needs_reference:
             with timer(timing, "ref"):
                 experience.batch = batch.union(self.actor_wg.compute_ref_log_prob(self._for_training(batch)))
-        batch = self._scored(experience, timing)
+        batch = experience.scored(timing)
         whole = batch
         scored, batch = scored_part(whole, self.global_step + 1)
         kept = scored[:, None].expand(whole.batch["all_timesteps"].shape).clone()
@@ -122,6 +122,28 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
         ranks = torch.empty(samples, dtype=torch.long)
         ranks[order] = torch.tensor(self.layout.ranks_of_rows(samples))
         return ranks.tolist()
+
+    def _training_order(self, rows: int, samples_per_prompt: int, step: int) -> torch.Tensor:
+        """Row order of a step's update: the same mini-batches whatever the number of ranks."""
+        actor = self.config.actor_rollout_ref.actor
+        return minibatch_order(
+            rows // samples_per_prompt,
+            samples_per_prompt,
+            self._mini_batches(rows),
+            self.layout.data,
+            seed=self._seed("mini-batches", step) if actor.shuffle else None,
+        )
+
+    def _mini_batches(self, rows: int) -> int:
+        """Optimizer steps over so many samples."""
+        arr = self.config.actor_rollout_ref
+        return rows // (arr.actor.ppo_mini_batch_size * arr.rollout.n)
+
+    def _update_actor(self, batch: DataProto, mini_batches: int, stale: bool) -> dict[str, float]:
+        """Optimizer steps over a batch that is in training order; `stale`: earlier weights drew it."""
+        epochs = self.config.actor_rollout_ref.actor.ppo_epochs
+        batch.meta_info = {"num_mini_batches": mini_batches, "epochs": epochs, "stale": stale}
+        return self.actor_wg.update_actor(batch)[0]
 
     def _for_training(self, batch: DataProto, keys: tuple[str, ...] = ()) -> DataProto:
         """Only the tensors that the workers need: no images, no second copy of anything."""

@@ -49,6 +49,9 @@ class EmbeddedRollouts:
         """They load with their workers."""
         return []
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def shutdown(self) -> None:
         """They end with their workers."""
 

@@ -1,27 +1,37 @@
-"""From prompts to an experience: what is asked of the engines for a training step, and what comes back."""
+"""From prompts to samples: what is asked of the engines for a training step or a validation, and what comes back."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
 from verl.protocol import DataProto
 
+from verl_omni.agent_loop.outputs import side_by_side
+from verl_omni.pipelines.settings import validation_sampling
 from verl_omni.trainer.diffusion.experience import Experience, new_experience, places
-from verl_omni.trainer.diffusion.filter_groups import start_filtered
+from verl_omni.trainer.diffusion.filter_groups import GroupFilter, start_filtered
 from verl_omni.trainer.diffusion.group_queue import Group
-from verl_omni.trainer.diffusion.validation import training_folder
+from verl_omni.trainer.diffusion.pace import DrawnGroup
+from verl_omni.trainer.diffusion.rollouts import Weights
+from verl_omni.trainer.diffusion.validation import training_folder, validation_metrics, write_samples
 from verl_omni.trainer.run_folder.saving import is_due
 from verl_omni.utils.arrays import object_array
-from verl_omni.utils.seeds import derive_seeds
+from verl_omni.utils.seeds import derive_seed, derive_seeds
+from verl_omni.workers.rollout.trajectories import COLUMN
 
 
 class Sampling:
     """The part of a trainer that draws. It knows of the loss only what that declares to need."""
 
-    def sample(self, prompts: DataProto) -> Experience:
-        """Draw samples for the next training step."""
-        return self.start_sampling(prompts, self.global_step)()
+    @property
+    def num_servers(self) -> int:
+        return len(self.rollouts.servers)
+
+    @functools.cached_property
+    def group_filter(self) -> GroupFilter | None:
+        return GroupFilter(self.settings) if self.config.algorithm.filter_groups.enable else None
 
     def start_sampling(self, prompts: DataProto, step: int) -> Callable[[], Experience]:
         """Begin to draw samples for the training step after `step` others; what comes back waits for them."""
@@ -68,6 +78,58 @@ class Sampling:
     ) -> Experience:
         """Samples of whole groups, and what waits for their scores, for the training step after `step` others."""
         return Experience(names, version, output, scores)
+
+    def publish(self) -> Weights:
+        """The weights as they are now, for servers to draw with."""
+        return self.rollouts.publish(self.algorithm.rollout_policy, self.global_step)
+
+    async def draw_groups(
+        self,
+        server: int,
+        prompts: DataProto,
+        step: int,
+        groups: Sequence[int],
+        newest: Callable[[], Weights],
+        learns: bool,
+    ) -> tuple[int, list[DrawnGroup]]:
+        """One server begins with these groups of a step: (the version of the weights that draw, the groups)."""
+        n = self.settings.actor_rollout_ref.rollout.n
+        batch, names = self.requests(prompts, step, groups, learns), [new_experience() for _ in groups]
+        batch.non_tensor_batch["server"] = object_array([server] * len(batch))
+        batch.non_tensor_batch["place"] = object_array([p for name in names for p in places(name, n, ship=True)])
+        version = (await self.rollouts.ready(server, newest)).version
+        begun = self.agent_loop_manager.start_groups(batch, n)
+        return version, [DrawnGroup(name, *group) for name, group in zip(names, begun, strict=True)]
+
+    def release(self, experience: Experience, batch: DataProto) -> None:
+        """It has been learned from: nobody asks for its trajectories again."""
+        self.actor_wg.release(experience.names)
+        batch.non_tensor_batch.pop(COLUMN, None)  # what Ray stores goes with the last reference
+
+    def validate(self) -> dict[str, float]:
+        """Score the validation prompts with the same seeds every time, and keep the samples."""
+        rollout = self.settings.actor_rollout_ref.rollout
+        val, sampling = rollout.val_kwargs, validation_sampling(rollout, self.settings.actor_rollout_ref.model)
+        policy = "ema" if self.settings.actor_rollout_ref.actor.ema_decay else "current"
+        folder, limit = self.run_dir / "validation" / f"step_{self.global_step}", self.config.trainer.log_val_images
+        outputs, start = [], 0
+        for rows in self.val_loader:
+            batch = DataProto.from_single_dict(rows)
+            seeds = range(val.seed + start, val.seed + start + len(batch) * val.n)  # as a user counts them
+            batch = self._rollout_batch(batch, val.n, seeds, sampling, self.global_step)
+            batch.meta_info["scores_only"] = True  # who draws the images writes them
+            files = {i: str(folder / f"{start + i:05d}") for i in range(len(batch)) if limit < 0 or start + i < limit}
+            start += len(seeds)
+            output, scores = self._draw(batch, policy, files)()
+            outputs.append(side_by_side(output, scores()))
+            outputs[-1].meta_info = {}  # times, which differ; verl joins only what is equal
+        joined = DataProto.concat(outputs)
+        write_samples(joined, folder)
+        return validation_metrics(joined, val.n)
+
+    def _seed(self, purpose: str, step: int | None = None) -> int:
+        """What the trainer draws at this step, or at another: a seed for each purpose."""
+        return derive_seed(self.config.trainer.seed, purpose, self.global_step if step is None else step)
 
     def _ranks(self, samples: int, step: int) -> list[int] | None:
         """The rank that will train on each sample; None where that is not known before rewards are."""

@@ -4,33 +4,32 @@ from collections.abc import Mapping
 
 from tqdm import tqdm
 
+from verl_omni.trainer.callbacks import Callback, Run, Step
 from verl_omni.utils.errors import RunError
 
 MOST_IN_A_ROW = 5
 
 
-class ZeroGradients:
+class ZeroGradients(Callback):
     """Counts them. A resumed run counts anew."""
 
     def __init__(self) -> None:
         self.in_a_row = 0
 
-    def see(self, metrics: Mapping[str, float], step: int) -> bool:
-        """Whether the run is to end after this step; one without a gradient is said on the console."""
+    def on_step_end(self, run: Run, step: Step) -> None:
+        metrics, number = step.metrics, step.number
         without = metrics.get("actor/grad_norm") == 0.0 or metrics.get("training/skipped_updates") == 1.0
         self.in_a_row = self.in_a_row + 1 if without else 0
         if without:
             tqdm.write(
-                f"step {step}: the gradient is 0 for every weight, nothing is learned ({self.in_a_row} in a row, "
+                f"step {number}: the gradient is 0 for every weight, nothing is learned ({self.in_a_row} in a row, "
                 f"{MOST_IN_A_ROW} end the run): {likely_cause(metrics)}"
             )
-        return self.in_a_row >= MOST_IN_A_ROW
-
-    def end(self, metrics: Mapping[str, float], step: int) -> None:
-        raise RunError(
-            f"the gradient was 0 for every weight from step {step - self.in_a_row + 1} to {step}, nothing is learned: "
-            f"{likely_cause(metrics)}"
-        )
+        if self.in_a_row >= MOST_IN_A_ROW:
+            step.last, step.end = True, RunError(
+                f"the gradient was 0 for every weight from step {number - self.in_a_row + 1} to {number}, nothing is "
+                f"learned: {likely_cause(metrics)}"
+            )
 
 
 def likely_cause(metrics: Mapping[str, float]) -> str:

@@ -20,6 +20,7 @@ ARR = "actor_rollout_ref."
 # when they change; any other is refused.
 MAY_CHANGE = (
     *("trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir", "trainer.logger"),
+    "trainer.callbacks",
     *("trainer.total_*", "trainer.val_*", "trainer.test_freq", "trainer.save_*", "trainer.max_ckpt_to_keep"),
     *("trainer.log_val_images", "trainer.nnodes", "trainer.n_gpus_per_node", "trainer.device", "trainer.profile_step"),
     *("trainer.mode", "trainer.max_staleness", "trainer.stale_groups", "trainer.replay"),
