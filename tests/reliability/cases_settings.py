@@ -119,11 +119,27 @@ def names() -> list[BadInput]:
                  f"{A}actor.diffusion_loss.loss_mode=flow_grpo"), ("HalfAdapter",), files={"half.py": HALF}),
         BadInput("Names", "corrections where there is nothing to correct",
                  ("algorithm.rollout_correction.rollout_is=step",), ("rollout_correction",)),
+        BadInput("Names", "a callback that is not there", ("trainer.callbacks=[no_file.py:Watch]",), ("no_file.py",)),
+        BadInput("Names", "a callback whose method nobody calls", ("trainer.callbacks=[watch.py:Watch]",),
+                 ("on_step_ended", "on_step_end"), files={"watch.py": WATCH}),
+        BadInput("Names", "a callback that fails", ("trainer.callbacks=[watch.py:Fails]",),
+                 ("watch.py:Fails", "on_run_start", "KeyError"), files={"watch.py": WATCH}, early=False),
         BadInput("Names", "a served reward model", ("reward.reward_model.enable=true",), ("reward_model.enable",)),
     ]  # fmt: skip
     return cases
 
 
+WATCH = """
+from verl_omni.trainer.callbacks import Callback
+
+class Watch(Callback):
+    def on_step_ended(self, run, step):
+        pass
+
+class Fails(Callback):
+    def on_run_start(self, run):
+        raise KeyError("mine")
+"""
 TWICE = """
 from verl_omni.algorithms import registry
 from verl_omni.algorithms.flow_grpo import FlowGRPOLoss

@@ -148,9 +148,7 @@ class TrainerConfig:
         "any of console, jsonl, tensorboard, wandb, ...",
         choices=names_in("verl_omni.report.tracking", "known_backends"),
     )
-    callbacks: list[str] = knob(
-        [], "classes that are called as the run goes on, module.Class or file.py:Class (docs/callbacks.md)"
-    )
+    callbacks: list[str] = knob([], "classes that are called as the run goes on: module.Class or file.py:Class")
     mode: str = knob(
         "colocated",
         "colocated (rollout in the training workers; with hybrid_engine=false: separate), separate (rollout servers, "

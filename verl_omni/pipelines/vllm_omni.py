@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
@@ -13,8 +13,6 @@ from verl_omni.utils.errors import RequestAborted
 if TYPE_CHECKING:
     from vllm_omni.diffusion.data import DiffusionOutput
     from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
-
-    from verl_omni.pipelines.drawing import Drawer
 
 INSTALL = "make vllm-omni (a CPU), or pip install 'verl-omni[vllm-omni]' in an environment of its own (CUDA)"
 
@@ -35,6 +33,13 @@ def installed() -> bool:
     """Whether there is more of it than a folder of that name on the path."""
     spec = importlib.util.find_spec("vllm_omni")
     return spec is not None and spec.origin is not None
+
+
+class Draws(Protocol):
+    """Who runs the denoising loop: `verl_omni.pipelines.drawing.Drawer`."""
+
+    def draw(self, requests: list[Any]) -> list[Any]:
+        """A sample for each request."""
 
 
 class AsDiffusers(torch.nn.Module):
@@ -60,7 +65,7 @@ class VllmOmniPipelineBase:
     #: vLLM-Omni would make batches of one without it
     supports_request_batch: ClassVar[bool] = True
     #: given by who builds the pipeline
-    drawer: "Drawer"
+    drawer: Draws
 
     @classmethod
     def register(cls, architecture: str, algorithm: str = "flow_grpo"):

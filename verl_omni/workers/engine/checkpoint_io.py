@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,18 +17,27 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from verl_omni.utils.json_files import read_object
-from verl_omni.workers.engine.export import export
+from verl_omni.workers.engine.export import HasWeights, export
 from verl_omni.workers.engine.optimizer import set_schedule
+from verl_omni.workers.engine.policies import Policies
 from verl_omni.workers.host_memory import local
-
-if TYPE_CHECKING:
-    from verl_omni.workers.engine.base import DiffusionEngine
 
 STATE = "state"
 ENGINE = "engine.json"  # what of the state is no tensor
 
 
-def save(engine: "DiffusionEngine", path: str) -> None:
+class HasState(HasWeights, Protocol):
+    """What a checkpoint asks of an engine."""
+
+    checkpoint_config: Any
+    module: torch.nn.Module
+    parameters: dict[str, torch.nn.Parameter]  # those that are trained
+    policies: Policies
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: torch.optim.lr_scheduler.LRScheduler
+
+
+def save(engine: HasState, path: str) -> None:
     contents = engine.checkpoint_config.save_contents
     if set(contents) - {"export"}:
         _save_state(engine, contents, os.path.join(path, STATE))
@@ -36,7 +45,7 @@ def save(engine: "DiffusionEngine", path: str) -> None:
         export(engine, os.path.join(path, "export"))
 
 
-def load(engine: "DiffusionEngine", path: str) -> None:
+def load(engine: HasState, path: str) -> None:
     """Fill the engine in place with what `load_contents` names; all of it is there and fits, or nothing is touched."""
     contents = engine.checkpoint_config.load_contents
     folder = os.path.join(path, STATE)
@@ -58,7 +67,7 @@ def load(engine: "DiffusionEngine", path: str) -> None:
         set_schedule(engine.lr_scheduler, notes["optimizer_steps"])
 
 
-def needed_bytes(engine: "DiffusionEngine") -> int:
+def needed_bytes(engine: HasState) -> int:
     """What `save` would write now, of all ranks together."""
     contents = engine.checkpoint_config.save_contents
     tensors = list(_tensors(engine, contents).values())
@@ -67,7 +76,7 @@ def needed_bytes(engine: "DiffusionEngine") -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _save_state(engine: "DiffusionEngine", contents: list[str], folder: str) -> None:
+def _save_state(engine: HasState, contents: list[str], folder: str) -> None:
     tensors = {name: tensor.contiguous() for name, tensor in _tensors(engine, contents).items()}
     with _plain_errors():
         dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(folder, save_distributed=True))
@@ -81,20 +90,20 @@ def _save_state(engine: "DiffusionEngine", contents: list[str], folder: str) -> 
         Path(folder, ENGINE).write_text(json.dumps(notes))
 
 
-def _tensors(engine: "DiffusionEngine", contents: list[str]) -> dict[str, torch.Tensor]:
+def _tensors(engine: HasState, contents: list[str]) -> dict[str, torch.Tensor]:
     """All that a checkpoint holds. Frozen weights are those of the base model: they are not written again."""
     tensors = _weights(engine) if "model" in contents else {}
     return tensors | (_moments(engine) if "optimizer" in contents else {})
 
 
-def _weights(engine: "DiffusionEngine") -> dict[str, torch.Tensor]:
+def _weights(engine: HasState) -> dict[str, torch.Tensor]:
     found = {f"model.{name}": parameter.detach() for name, parameter in engine.parameters.items()}
     for policy, copy in engine.policies.state_dict().items():
         found |= {f"policies.{policy}.{name}": _like(v, engine.parameters[name]) for name, v in copy.items()}
     return found
 
 
-def _moments(engine: "DiffusionEngine") -> dict[str, torch.Tensor]:
+def _moments(engine: HasState) -> dict[str, torch.Tensor]:
     found = {
         f"optimizer.{name}.{key}": value
         for name, parameter in _updated(engine).items()
@@ -110,12 +119,12 @@ def _moments(engine: "DiffusionEngine") -> dict[str, torch.Tensor]:
     return found
 
 
-def _updated(engine: "DiffusionEngine") -> dict[str, torch.nn.Parameter]:
+def _updated(engine: HasState) -> dict[str, torch.nn.Parameter]:
     """The parameters that the optimizer has a state for."""
     return {name: p for name, p in engine.parameters.items() if engine.optimizer.state.get(p)}
 
 
-def _empty_moments(engine: "DiffusionEngine", notes: dict, folder: str) -> dict[str, torch.Tensor]:
+def _empty_moments(engine: HasState, notes: dict, folder: str) -> dict[str, torch.Tensor]:
     """Optimizer state to be filled, for exactly those parameters that have one in the checkpoint."""
     kind = type(engine.optimizer).__name__
     if notes["optimizer"] != kind:

@@ -2,7 +2,8 @@
 
 import json
 import os
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,13 +13,21 @@ from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.utils import pipeline_class
 from verl_omni.utils.file_mode import share
 
-if TYPE_CHECKING:
-    from verl_omni.workers.engine.base import DiffusionEngine
-
 LORA_FILE = "pytorch_lora_weights.safetensors"  # what diffusers calls it
 
 
-def export(engine: "DiffusionEngine", folder: str) -> None:
+class HasWeights(Protocol):
+    """What an export asks of an engine."""
+
+    model_config: DiffusionModelConfig
+    parts: dict[str, torch.nn.Module]
+    ema_decay: float | None
+
+    def policy(self, name: str) -> AbstractContextManager[None]:
+        """In here the weights are those of that policy."""
+
+
+def export(engine: HasWeights, folder: str) -> None:
     """LoRA: a folder for `pipe.load_lora_weights(folder)`. Full: one diffusers model folder for each trained part.
 
     With a moving average, that is what is exported: it is what validation has seen.
@@ -42,7 +51,7 @@ def _lora_folder(folder: str, parts: dict[str, torch.nn.Module], name: str) -> s
     return folder if name == next(iter(parts)) else os.path.join(folder, name)
 
 
-def _write_lora(engine: "DiffusionEngine", states: dict[str, dict[str, torch.Tensor]], folder: str) -> None:
+def _write_lora(engine: HasWeights, states: dict[str, dict[str, torch.Tensor]], folder: str) -> None:
     for name, state in states.items():
         # peft puts the adapter's name into the key; diffusers' files do not have it. Buffers are the base model's.
         lora = {k.replace(".default.", "."): v.contiguous() for k, v in state.items() if ".lora_" in k}
@@ -70,7 +79,7 @@ def order_metadata(path: str) -> None:
         file.write(ordered)
 
 
-def _write_full(engine: "DiffusionEngine", states: dict[str, dict[str, torch.Tensor]], folder: str) -> None:
+def _write_full(engine: HasWeights, states: dict[str, dict[str, torch.Tensor]], folder: str) -> None:
     from safetensors.torch import save_file
 
     for name, state in states.items():
