@@ -45,7 +45,7 @@ class Trainer(BaseRayDiffusionTrainer):
     def training_step(self, pace, timing):
         if self.global_step + 1 == self.killed_at:
             raise KeyboardInterrupt
-        self.seen.append(list(next(pace.prompts)["prompt"]))
+        self.seen.append(list(pace.prompts.take().non_tensor_batch["prompt"]))
         return DataProto.from_dict({}, {}), {"actor/grad_norm": 1.0}
 
 

@@ -21,6 +21,8 @@ EQUAL, DIFFERENT = [1.0, 1.0, 0.5, 0.5], [1.0, 0.0, 0.5, 0.5]
 
 
 class Prompts(list):
+    taken = 0
+
     def state_dict(self):
         return {}
 
@@ -37,7 +39,7 @@ class Loop(BaseRayDiffusionTrainer):
         self.layout, self.timeline, self.saved, self.logged = Layout(), Timeline(), [], []
 
     def training_step(self, pace, timing):
-        metrics, rewards = self.steps[next(pace.prompts)]
+        metrics, rewards = self.steps[self.global_step]
         batch = DataProto.from_dict(
             {"sample_level_rewards": torch.tensor(rewards)},
             {"uid": object_array(["a", "a", "b", "b"]), "data_source": object_array(["x"] * 4)}
