@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 PAGE = Path(__file__).parents[1] / "docs/metrics.md"
-# What losses report that tests write as a user would.
-OF_TESTS = re.compile(r"actor/(doubled|weight_mean)")
+# What losses and callbacks report that tests write as a user would.
+OF_TESTS = re.compile(r"actor/(doubled|weight_mean)|mine/double")
 
 
 @functools.cache
