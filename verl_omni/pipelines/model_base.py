@@ -16,7 +16,6 @@ import torch
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.adapter_registry import AdapterRegistry
 from verl_omni.pipelines.utils import (
-    load_component,
     load_tokenizers,
     pipeline_class,
     random_pipeline,
@@ -24,6 +23,7 @@ from verl_omni.pipelines.utils import (
     weights_in,
 )
 from verl_omni.pipelines.vllm_omni import VllmOmniPipelineBase
+from verl_omni.pipelines.weights import NamedTensors, build_component, component_tensors, fill
 from verl_omni.utils.model_code import LIBRARIES, refuse_code
 
 __all__ = ["Conditions", "DiffusionModelBase", "VllmOmniPipelineBase"]
@@ -244,9 +244,32 @@ class DiffusionModelBase(ABC):
     # ---- the trained module --------------------------------------------------------------------------
 
     @classmethod
+    def build_module(cls, model_config: DiffusionModelConfig, dtype: torch.dtype) -> torch.nn.Module:
+        """What is trained and rolled out, its weights on the meta device; by default the pipeline's one transformer."""
+        return build_component(model_config, model_config.transformer_subfolder, dtype)
+
+    @classmethod
+    def named_tensors(cls, model_config: DiffusionModelConfig, part: str) -> NamedTensors:
+        """The weights of one of `trained_modules`, to be read as they are needed."""
+        folder = model_config.transformer_subfolder if part == cls.trained_components[0] else part
+        return component_tensors(model_config, folder)
+
+    @classmethod
     def load_module(cls, model_config: DiffusionModelConfig, dtype: torch.dtype) -> torch.nn.Module:
-        """What is trained and rolled out; by default the pipeline's one transformer."""
-        return load_component(model_config, model_config.transformer_subfolder, dtype)
+        """The same with its weights, on the CPU.
+
+        An adapter may have this one alone: its module is then loaded whole by every rank.
+        """
+        module = cls.build_module(model_config, dtype)
+        for name, part in cls.trained_modules(module).items():
+            fill(part, cls.named_tensors(model_config, name), "cpu", dtype)
+        return module
+
+    @classmethod
+    def loads_whole(cls) -> bool:
+        """Whether this adapter overrides `load_module` and says nothing of how to build it."""
+        owner = next(base for base in cls.__mro__ if {"load_module", "build_module"} & vars(base).keys())
+        return owner is not DiffusionModelBase and "build_module" not in vars(owner)
 
     @classmethod
     def trained_modules(cls, module: torch.nn.Module) -> dict[str, torch.nn.Module]:

@@ -12,10 +12,10 @@ from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
 from verl_omni.pipelines.utils import (
     acts_with_other_ranks,
     check_length,
-    load_component,
     read_component_config,
     read_index,
 )
+from verl_omni.pipelines.weights import build_component
 
 
 class Experts(torch.nn.ModuleDict):
@@ -68,11 +68,11 @@ class Wan(DiffusionModelBase):
         scheduler.set_timesteps(sigmas=np.linspace(1, 1 / train_steps, steps + 1)[:-1], device=device)
 
     @classmethod
-    def load_module(cls, model_config: DiffusionModelConfig, dtype: torch.dtype) -> torch.nn.Module:
-        transformer = super().load_module(model_config, dtype)
+    def build_module(cls, model_config: DiffusionModelConfig, dtype: torch.dtype) -> torch.nn.Module:
+        transformer = super().build_module(model_config, dtype)
         if read_index(model_config.path).get("boundary_ratio") is None:
             return transformer
-        return cls.experts(model_config, transformer, load_component(model_config, "transformer_2", dtype))
+        return cls.experts(model_config, transformer, build_component(model_config, "transformer_2", dtype))
 
     @classmethod
     def experts(

@@ -34,7 +34,7 @@ from verl_omni.workers.engine.compile.compile_ahead import compile_ahead
 from verl_omni.workers.engine.compile.fused_gelu import fuse_gelu
 from verl_omni.workers.engine.lora import FoldedLora, base_name
 from verl_omni.workers.engine.metrics import accumulate, and_last, is_maximum
-from verl_omni.workers.engine.module import autocast, build_module, on_gpu, resolve_dtypes, rounds_alike
+from verl_omni.workers.engine.module import autocast, build_module, fill_module, on_gpu, resolve_dtypes, rounds_alike
 from verl_omni.workers.engine.optimizer import build_optimizer
 from verl_omni.workers.engine.policies import Policies, policy_at
 from verl_omni.workers.engine.replay import Batch, Replay, in_order
@@ -121,12 +121,11 @@ class DiffusionEngine(BaseEngine):
     # ---- construction --------------------------------------------------------------------------------
 
     def initialize(self) -> None:
-        """Build the module, shard it, and make the optimizer and the learning-rate schedule."""
+        """Build the module, spread it, fill it; then the optimizer and the learning-rate schedule."""
         attention, why = attention_choice(self.engine_config.attention_backend, self.adapter, self.device, self.dtype)
         if self.device.type != "cpu" and dist.get_rank() == 0:
             print(f"Attention: {attention or 'native'} ({why}).", flush=True)
         self.module, self.parts = build_module(self.model_config, self.engine_config.seed, self.model_dtype, attention)
-        self.module.to(self.device)
         self.host = HostMemory()
         self.compiled = on_gpu(self.engine_config.use_torch_compile, self.device)
         if self.compiled:
@@ -139,6 +138,7 @@ class DiffusionEngine(BaseEngine):
             compile_blocks(self.parts)
         if self.layout.is_spread:  # a single rank has nothing to share: it trains the module as it is
             self.spread()
+        fill_module(self.module, self.model_config, self.device, self.model_dtype)
         self.folded_lora = FoldedLora(self.parts.values()) if self._folds_lora() else None
         self.parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         self.optimizer, self.lr_scheduler = build_optimizer(

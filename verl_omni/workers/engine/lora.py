@@ -1,6 +1,7 @@
 """LoRA: adapters on the trained modules, and their product folded into the weights for passes without a gradient."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,12 +25,29 @@ def add_lora(
     )
     for part in parts.values():
         part.requires_grad_(False)
-        part.add_adapter(config)
+        with stand_ins(part):
+            part.add_adapter(config)
         for parameter in part.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
         for layer in lora_layers([part]):
             layer.cast_input_dtype_enabled = False  # autocast and FSDP choose the dtype of the computation
+
+
+@contextmanager
+def stand_ins(part: torch.nn.Module) -> Iterator[None]:
+    """peft takes a new adapter to where its layer's weight is, in that one's dtype. A weight that is nowhere yet is
+    represented by a single number on the CPU, so that the adapter keeps the values that it drew."""
+    empty = [(m, m.weight) for m in part.modules() if "weight" in m._parameters and m.weight is not None]
+    empty = [(module, weight) for module, weight in empty if weight.is_meta]
+    for module, weight in empty:
+        number = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+        module._parameters["weight"] = torch.nn.Parameter(number, requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, weight in empty:
+            module._parameters["weight"] = weight
 
 
 def check_same_lora(peft_config: dict[str, Any] | None, model_config: DiffusionModelConfig) -> None:

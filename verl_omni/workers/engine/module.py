@@ -6,19 +6,25 @@ import torch
 
 from verl_omni.config import DiffusionModelConfig, FSDPConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.pipelines.weights import fill
 from verl_omni.utils.seeds import derive_seed
 from verl_omni.workers.engine.compile.attention import choose_attention
 from verl_omni.workers.engine.export import load_lora
-from verl_omni.workers.engine.lora import add_lora
+from verl_omni.workers.engine.lora import add_lora, base_name
 
 
 def build_module(
     model_config: DiffusionModelConfig, seed: int, dtype: torch.dtype, attention: str | None
 ) -> tuple[torch.nn.Module, dict[str, torch.nn.Module]]:
-    """(the module, the diffusers models in it that are trained), on the CPU, with its LoRA and attention kernels."""
+    """(the module, the diffusers models in it that are trained), with its LoRA and attention kernels.
+
+    What is to be read is on the meta device: `fill_module` gives it memory and values, when ranks have been told which
+    part of it is theirs. LoRA has its first values, which every rank draws alike.
+    """
     adapter = DiffusionModelBase.get_class(model_config)
     torch.manual_seed(derive_seed(seed, "initial weights"))
-    module = adapter.load_module(model_config, dtype)
+    load = adapter.load_module if adapter.loads_whole() else adapter.build_module
+    module = load(model_config, dtype)
     parts = adapter.trained_modules(module)
     if model_config.lora_rank > 0:
         add_lora(parts, model_config, adapter)
@@ -30,6 +36,20 @@ def build_module(
         if attention is not None:
             choose_attention(part, attention)
     return module, parts
+
+
+def fill_module(
+    module: torch.nn.Module, model_config: DiffusionModelConfig, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Read the model's weights, this rank's part of each, straight to `device`."""
+    adapter = DiffusionModelBase.get_class(model_config)
+    if not adapter.loads_whole():
+        for name, part in adapter.trained_modules(module).items():
+            fill(part, adapter.named_tensors(model_config, name), device, dtype, stored_name=base_name)
+    nowhere = [name for name, parameter in module.named_parameters() if parameter.is_meta]
+    if nowhere:
+        raise ValueError(f"{adapter.__name__}.build_module has {nowhere[0]}, which is in none of its trained_modules")
+    module.to(device)
 
 
 def resolve_dtypes(engine_config: FSDPConfig, device: torch.device, lora: bool) -> tuple[torch.dtype, torch.dtype]:

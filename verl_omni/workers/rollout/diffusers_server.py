@@ -8,7 +8,7 @@ from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.workers.engine.compile.attention import attention_choice
 from verl_omni.workers.engine.compile.blocks import compile_blocks
 from verl_omni.workers.engine.compile.fused_gelu import fuse_gelu
-from verl_omni.workers.engine.module import autocast, build_module, on_gpu, resolve_dtypes
+from verl_omni.workers.engine.module import autocast, build_module, fill_module, on_gpu, resolve_dtypes
 from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
 from verl_omni.workers.rollout.server import RolloutServer
 
@@ -20,12 +20,13 @@ class DiffusersServer(RolloutServer):
         adapter = DiffusionModelBase.get_class(self.model_config)
         attention, _ = attention_choice(engine_config.attention_backend, adapter, device, dtype)
         module, parts = build_module(self.model_config, engine_config.seed, model_dtype, attention)
-        module.to(device).eval()
         if on_gpu(engine_config.use_torch_compile, device):
             if on_gpu(engine_config.fused_gelu, device):
                 for part in parts.values():
                     fuse_gelu(part)
             compile_blocks(parts)
+        fill_module(module, self.model_config, device, model_dtype)
+        module.eval()
         return DiffusersRollout(
             self.config,
             self.model_config,
