@@ -34,7 +34,7 @@ ALGORITHMS: dict[str, tuple[str, list[str]]] = {
 def settings(name: str, seed: int, steps: int) -> list[str]:
     """Overrides of the quickstart's recipe. Validation draws the same images for every seed."""
     algorithm, particular = ALGORITHMS[name]
-    seeds = ("trainer.seed", "data.seed", f"{ROLLOUT}.seed", f"{ACTOR}.fsdp_config.seed")
+    seeds = ("trainer.seed", "data.seed", f"{ROLLOUT}.seed", f"{ACTOR}.engine.seed")
     return [
         f"actor_rollout_ref.model.algorithm={algorithm}",
         *particular,

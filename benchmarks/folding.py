@@ -90,8 +90,8 @@ def run(out: Path, way: str, lr: float, steps: int, seed: int) -> Path:
         *(f"{one}.seed={seed}" for one in ("data", "actor_rollout_ref.rollout")),
         *(f"actor_rollout_ref.model.lora_{one}" for one in (f"rank={RANK}", f"alpha={ALPHA}")),
         f"actor_rollout_ref.actor.optim.lr={lr:g}",
-        "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16",
-        f"actor_rollout_ref.actor.fsdp_config.fold_lora={str(way != 'not folded').lower()}",
+        "actor_rollout_ref.actor.engine.dtype=bfloat16",
+        f"actor_rollout_ref.actor.engine.fold_lora={str(way != 'not folded').lower()}",
     ]
     lora.folded = {"nearest": nearest, "by chance": by_chance}.get(way, own)
     try:

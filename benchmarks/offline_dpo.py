@@ -53,7 +53,7 @@ def train(cache: Path, run_dir: Path, steps: int, seed: int) -> Path:
     from verl_omni.quickstart.__main__ import RECIPE
     from verl_omni.quickstart.task import CHECKPOINT
 
-    seeds = ("trainer.seed", "data.seed", f"{ACTOR}.fsdp_config.seed")
+    seeds = ("trainer.seed", "data.seed", f"{ACTOR}.engine.seed")
     command = [
         sys.executable, "-m", "verl_omni.trainer.main_diffusion",
         "--config-dir", str(RECIPE), "--config-name", "quickstart",

@@ -25,8 +25,8 @@ from benchmarks.run import WORKS, settings
 MODEL, ACTOR, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 FULL = [f"{MODEL}.lora_rank=0"]
 CHECKPOINTING = [f"{MODEL}.enable_gradient_checkpointing=true"]
-OFFLOAD = [f"{ACTOR}.fsdp_config.param_offload=true", f"{ACTOR}.fsdp_config.optimizer_offload=true"]
-UNFOLDED = [f"{ACTOR}.fsdp_config.fold_lora=false"]
+OFFLOAD = [f"{ACTOR}.engine.param_offload=true", f"{ACTOR}.engine.optimizer_offload=true"]
+UNFOLDED = [f"{ACTOR}.engine.fold_lora=false"]
 LEAN = [*UNFOLDED, f"{ROLLOUT}.encoder_offload=true"]
 
 
@@ -84,21 +84,21 @@ COST: Settings = {
 }
 SPEED = {
     "everything on": [],
-    "blocks not compiled": [f"{ACTOR}.fsdp_config.use_torch_compile=false"],
+    "blocks not compiled": [f"{ACTOR}.engine.use_torch_compile=false"],
     "LoRA not folded": UNFOLDED,
-    "GELU after the matrix product": [f"{ACTOR}.fsdp_config.fused_gelu=false"],
+    "GELU after the matrix product": [f"{ACTOR}.engine.fused_gelu=false"],
     "unconditional half computed again": [f"{ACTOR}.reuse_uncond=false"],
     "both halves of CFG in one forward": [f"{ROLLOUT}.cfg_in_one_forward=true"],
     "optimizer not fused": [f"{ACTOR}.optim.fused=false"],
     "VAE not compiled": [f"{ROLLOUT}.compile_vae=false"],
-    "another attention kernel (flash)": [f"{ACTOR}.fsdp_config.attention_backend=_native_flash"],
+    "another attention kernel (flash)": [f"{ACTOR}.engine.attention_backend=_native_flash"],
     "2 requests in a forward": [f"{ROLLOUT}.max_num_seqs=2"],
     "2 pairs in an update's forward": micro(2),
 }
 SPEED_IMAGES = {"sd35m": 44, "qwen-image": 16, "tiny-sd3": 4}
-EAGER = [f"{ACTOR}.fsdp_config.use_torch_compile=false", f"{ROLLOUT}.compile_vae=false"]
-FLOAT32 = [f"{ACTOR}.fsdp_config.dtype=float32", f"{ACTOR}.fsdp_config.model_dtype=float32"]
-BFLOAT16 = [f"{ACTOR}.fsdp_config.dtype=bfloat16"]
+EAGER = [f"{ACTOR}.engine.use_torch_compile=false", f"{ROLLOUT}.compile_vae=false"]
+FLOAT32 = [f"{ACTOR}.engine.dtype=float32", f"{ACTOR}.engine.model_dtype=float32"]
+BFLOAT16 = [f"{ACTOR}.engine.dtype=bfloat16"]
 # A smooth reward: JPEG sizes jump with the last bit, and what two images differ by decides their advantages.
 EIGHT = [*FEW, *at_once(8), f"reward.custom_reward_function.path={Path(__file__).with_name('brightness.py')}"]
 EXACT: Settings = {

@@ -21,7 +21,7 @@ def declared(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
         default = field.default_factory() if made else field.default
         if dataclasses.is_dataclass(default):
             yield from declared(type(default), f"{prefix}{field.name}.")
-        else:
+        elif "moved" not in field.metadata:
             yield f"{prefix}{field.name}", hints[field.name]
 
 

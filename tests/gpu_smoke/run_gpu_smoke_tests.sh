@@ -13,9 +13,9 @@ smoke() { bash tests/special_e2e/run_flowgrpo_qwen_image.sh "$@"; }
 run() {
     case $1 in
         1) smoke ;;
-        2) smoke $model.lora_rank=0 $actor.fsdp_config.param_offload=true $actor.fsdp_config.optimizer_offload=true ;;
+        2) smoke $model.lora_rank=0 $actor.engine.param_offload=true $actor.engine.optimizer_offload=true ;;
         3) smoke $model.enable_gradient_checkpointing=true $actor.ppo_micro_batch_size_per_gpu=3 ;;
-        4) smoke $actor.fsdp_config.dtype=float32 $actor.ema_decay=0.9 ;;
+        4) smoke $actor.engine.dtype=float32 $actor.ema_decay=0.9 ;;
         5) ALGORITHM=mix_grpo smoke $rollout.algo.sde_window_size=2 ;;
         *) echo "there is no test $1: expected 1 to 5" >&2; return 2 ;;
     esac

@@ -107,7 +107,7 @@ def test_bypassing_alone_recomputes_nothing():
     assert ask[1] == 0 and torch.equal(sent.batch["old_log_probs"], ROLLOUT)
 
 
-LOW = "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16"
+LOW = "actor_rollout_ref.actor.engine.dtype=bfloat16"
 OFF = "trainer.mode=one_step_off"
 IS, OLD = "algorithm.rollout_correction.rollout_is", "actor_rollout_ref.actor.old_log_probs"
 

@@ -66,7 +66,7 @@ def refused(*overrides: str, architecture: str = "QwenImagePipeline") -> str:
         (f"{ACTOR}.optim.eps=-1e-8", "above 0"),
         (f"{ACTOR}.optim.weight_decay=nan", "0 or more"),
         (f"{ACTOR}.optim.lr_warmup_steps=-1", "0 or more"),
-        (f"{ACTOR}.fsdp_config.seed=-1", "0 or more, at most 4294967295"),
+        (f"{ACTOR}.engine.seed=-1", "0 or more, at most 4294967295"),
         (f"{ACTOR}.fsdp_config.fsdp_size=0", "-1 or 1 or more"),
         (f"{MODEL}.lora_rank=-4", "0 or more"),
         (f"{MODEL}.lora_alpha=0", "1 or more"),
@@ -152,7 +152,7 @@ def test_gradients_do_not_fit_into_float16(name):
     """2^-25 is a usual gradient of one of many pairs: float16 makes it 0, bfloat16 does not."""
     small = torch.tensor(2.0**-25)
     assert small.to(torch.float16) == 0 and small.to(torch.bfloat16) == small
-    line = refused(f"{ACTOR}.fsdp_config.{name}=float16")
+    line = refused(f"{ACTOR}.engine.{name}=float16")
     assert f"{name}=float16: small gradients become 0" in line and "known: float32, bfloat16" in line
 
 
@@ -243,7 +243,7 @@ def test_a_loss_may_ask_for_all_that_the_model_gives(own):
             "diffusion_nft compares with the policy that drew the samples, and only those of the last",
         ),
         ([*ASYNC, "trainer.stale_groups=keep", f"{MODEL}.algorithm=awm"], "awm compares with the policy that drew"),
-        ([*OFF, f"{ACTOR}.fsdp_config.fold_lora=true", f"{MODEL}.lora_rank=4"], "does nothing beside rollout servers"),
+        ([*OFF, f"{ACTOR}.engine.fold_lora=true", f"{MODEL}.lora_rank=4"], "does nothing beside rollout servers"),
         ([*OFF, "rollout.nnodes=2", f"{ROLLOUT}.nnodes=3"], "are one setting"),
         ([f"{ROLLOUT}.http.port=8200"], "http.port=8200 has no effect with actor_rollout_ref.hybrid_engine=true"),
         ([*OFF, f"{ROLLOUT}.http.host=0.0.0.0"], f"has no effect with {ROLLOUT}.http.port=null"),
@@ -384,8 +384,8 @@ LORA = f"{MODEL}.lora_rank=4"
     ("overrides", "said"),
     [
         ([f"{ACTOR}.fsdp_config.fsdp_size=3", "trainer.n_gpus_per_node=4"], "fsdp_size=3 does not divide the 4 ranks"),
-        ([f"{ACTOR}.fsdp_config.fold_lora=true"], "fold_lora=true does nothing without LoRA"),
-        ([f"{ACTOR}.fsdp_config.compile_ahead=true", "trainer.n_gpus_per_node=2"], "does nothing over the 2 ranks"),
+        ([f"{ACTOR}.engine.fold_lora=true"], "fold_lora=true does nothing without LoRA"),
+        ([f"{ACTOR}.engine.compile_ahead=true", "trainer.n_gpus_per_node=2"], "does nothing over the 2 ranks"),
         ([LORA, f"{MODEL}.target_modules=[to_q,to_qq]"], 'target_modules "to_qq": did you mean "to_q"'),
         ([LORA, f"{MODEL}.target_modules=nothing.*"], "target_modules=nothing.* matches no layer of QwenImageTransf"),
         ([LORA, f"{MODEL}.lora_path=/no/such/lora"], 'lora_path="/no/such/lora" holds no LoRA: expected a folder'),
@@ -393,7 +393,7 @@ LORA = f"{MODEL}.lora_rank=4"
         ([f"{ACTOR}.optim.betas=[0.9]"], "betas=[0.9]: expected two numbers"),
         ([f"{ACTOR}.optim.optimizer=SGD", f"{ACTOR}.optim.eps=1e-4"], "eps=0.0001 has no effect with"),
         ([f"{ACTOR}.optim.optimizer=Adafactor", f"{ACTOR}.optim.fused=true"], "torch has no fused Adafactor"),
-        ([f"{ACTOR}.fsdp_config.attention_backend=_native_cudn"], 'did you mean "_native_cudnn"'),
+        ([f"{ACTOR}.engine.attention_backend=_native_cudn"], 'did you mean "_native_cudnn"'),
         ([f"+{ROLLOUT}.engine_kwargs.decode_batch=2"], 'did you mean "decode_batch_size"'),
         ([f"+{ROLLOUT}.engine_kwargs.decode_batch_size=0"], "decode_batch_size=0: expected a whole number, 1 or more"),
         ([f"+{ROLLOUT}.engine_kwargs.device=cpu"], "known: decode_batch_size, prompt_cache_size"),
@@ -420,8 +420,8 @@ def test_a_tracker_whose_package_is_missing(tracker, package, monkeypatch):
 
 def test_an_attention_kernel_whose_package_is_missing():
     """diffusers itself says what to install; no machine has this one, which needs another kind of accelerator."""
-    line = refused(f"{ACTOR}.fsdp_config.attention_backend=_native_npu")
-    assert line.startswith(f"{ACTOR}.fsdp_config.attention_backend=_native_npu: ") and "torch_npu" in line
+    line = refused(f"{ACTOR}.engine.attention_backend=_native_npu")
+    assert line.startswith(f"{ACTOR}.engine.attention_backend=_native_npu: ") and "torch_npu" in line
 
 
 def test_a_lora_file_of_another_rank(tmp_path):
@@ -436,7 +436,7 @@ def test_good_targets_kernels_and_arguments_pass():
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Backends
 
     before = Backends.get_active_backend()
-    assert prepared(LORA, f"{MODEL}.target_modules=[to_q,img_mlp.net.2]", f"{ACTOR}.fsdp_config.attention_backend=flex")
+    assert prepared(LORA, f"{MODEL}.target_modules=[to_q,img_mlp.net.2]", f"{ACTOR}.engine.attention_backend=flex")
     assert Backends.get_active_backend() == before  # a check changes nothing for what this process computes
     assert prepared(LORA, f"{MODEL}.target_modules='.*to_q'", f"+{ROLLOUT}.engine_kwargs.prompt_cache_size=8")
     for name in OPTIMIZERS:

@@ -20,7 +20,7 @@ CASES = {
     "encoders": ([f"{A}rollout.encoder_offload=true"], "rollout.encoder_offload is for the diffusers engine"),
     "random weights": ([f"{A}model.load_format=dummy"], "model.load_format=dummy: vLLM-Omni reads the model's folder"),
     "folded LoRA": (
-        [f"{A}hybrid_engine=true", f"{A}model.lora_rank=4", f"{A}actor.fsdp_config.fold_lora=true"],
+        [f"{A}hybrid_engine=true", f"{A}model.lora_rank=4", f"{A}actor.engine.fold_lora=true"],
         "fold_lora=true does nothing with actor_rollout_ref.rollout.name=vllm_omni",
     ),
     "engine argument": ([f"+{A}rollout.engine_kwargs.decode_batch=1"], 'did you mean "decode_batch_size"'),
@@ -68,7 +68,7 @@ def test_stable_diffusion_without_t5_is_refused(there, tmp_path):
     checked(model="StableDiffusion3Pipeline")
     index = read_object(folder / "model_index.json") | {"text_encoder_3": [None, None], "tokenizer_3": [None, None]}
     (folder / "model_index.json").write_text(json.dumps(index))
-    assert "Stable Diffusion 3 needs T5" in one_line(f"{A}model.path={folder}")
+    assert "StableDiffusion3Pipeline needs a text_encoder_3" in one_line(f"{A}model.path={folder}")
 
 
 @pytest.mark.parametrize("model", ["QwenImageEditPlusPipeline", "Flux2Pipeline"])

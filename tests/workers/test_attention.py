@@ -62,7 +62,7 @@ def test_the_kernel_that_was_asked_for(pipeline):
     [
         ("FluxPipeline", None, "cuda", "_native_flash", "what works for Flux on a GPU"),
         ("FluxPipeline", None, "cpu", None, "diffusers' default"),
-        ("FluxPipeline", "_native_cudnn", "cuda", "_native_cudnn", "asked for by actor_rollout_ref.actor.fsdp_config"),
+        ("FluxPipeline", "_native_cudnn", "cuda", "_native_cudnn", "asked for by actor_rollout_ref.actor.engine"),
         ("FluxPipeline", "native", "cuda", "native", "asked for"),
         ("QwenImagePipeline", None, "cuda", None, "diffusers' default"),
         ("QwenImagePipeline", "flash", "cpu", "flash", "asked for"),

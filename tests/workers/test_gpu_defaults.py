@@ -108,8 +108,8 @@ def test_lora_is_folded_where_a_quarter_of_the_memory_stays_free(monkeypatch):
     assert not folds(1e12), "not on a CPU"
     monkeypatch.setattr(engine, "device", GPU)
     assert folds(needed + 2) and not folds(needed - 2)
-    monkeypatch.setattr(engine.engine_config, "param_offload", True)
+    monkeypatch.setattr(engine.common, "param_offload", True)
     assert not folds(1e12), "the weights are not to stay on the device"
-    monkeypatch.setattr(engine.engine_config, "param_offload", False)
+    monkeypatch.setattr(engine.common, "param_offload", False)
     monkeypatch.setattr(engine, "layout", Layout(shard=2))
     assert not folds(1e12), "a rank has only its share"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 GDPO_LEAST_STD = 1e-6
 
 
-@register_diffusion_adv_est(DiffusionAdvantageEstimator.FLOW_GRPO)
+@register_diffusion_adv_est(DiffusionAdvantageEstimator.FLOW_GRPO, rewards="one")
 @torch.no_grad()
 def compute_flow_grpo_outcome_advantage(
     sample_level_rewards: torch.Tensor,
@@ -51,7 +51,7 @@ def compute_flow_grpo_outcome_advantage(
     return advantages, advantages
 
 
-@register_diffusion_adv_est(DiffusionAdvantageEstimator.GDPO)
+@register_diffusion_adv_est(DiffusionAdvantageEstimator.GDPO, rewards="several")
 @torch.no_grad()
 def compute_gdpo_outcome_advantage(
     index: np.ndarray,

@@ -109,11 +109,19 @@ def register_diffusion_loss(name: str) -> Callable[[type[DiffusionLossFn]], type
     return wrap
 
 
-def register_diffusion_adv_est(name_or_enum: str | DiffusionAdvantageEstimator) -> Callable[[AdvantageFn], AdvantageFn]:
-    """Decorator: this function is `algorithm.adv_estimator=<name>`."""
+def register_diffusion_adv_est(
+    name_or_enum: str | DiffusionAdvantageEstimator, *, rewards: str | None = None
+) -> Callable[[AdvantageFn], AdvantageFn]:
+    """Decorator: this function is `algorithm.adv_estimator=<name>`.
+
+    `rewards` is `one` where it reads the sum alone, and `several` where it is nothing without the weights of each. What
+    is not said is taken from its signature.
+    """
 
     def wrap(fn: AdvantageFn) -> AdvantageFn:
         _ESTIMATORS.add(_plain(name_or_enum), fn)
+        if rewards is not None:
+            fn.rewards = rewards
         return fn
 
     return wrap
@@ -160,6 +168,14 @@ def adds_up_rewards(name_or_enum: str | DiffusionAdvantageEstimator) -> bool:
     """Whether an estimator's signature asks for several rewards of each image."""
     parameters = inspect.signature(get_diffusion_adv_estimator_fn(name_or_enum)).parameters
     return "sample_level_reward_components" in parameters
+
+
+def rewards_of(estimator: AdvantageFn) -> str:
+    """`one`, `several`, or `any` where it may read them and may not."""
+    parameters = inspect.signature(estimator).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    either = takes_any or "sample_level_reward_components" in parameters
+    return getattr(estimator, "rewards", "any" if either else "one")
 
 
 def estimate_advantages(

@@ -27,7 +27,7 @@ ALONE = {
     f"{ARR}rollout.n_gpus_per_node": None,
     f"{ARR}rollout.nnodes": None,
     f"{ARR}rollout.compile_vae": False,
-    f"{ARR}actor.fsdp_config.use_torch_compile": False,
+    f"{ARR}actor.engine.use_torch_compile": False,
     # What fails is to be known at once.
     "reward.on_failure": "stop",
     "reward.retries": 0,

@@ -5,6 +5,7 @@ from verl_omni.config.actor import (
     DiffusionActorConfig,
     DiffusionLossConfig,
     DiffusionRefConfig,
+    EngineConfig,
     FSDPConfig,
     OptimizerConfig,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "DiffusionRolloutAlgoConfig",
     "DiffusionRolloutConfig",
     "DiffusionValKwargs",
+    "EngineConfig",
     "FSDPConfig",
     "HttpConfig",
     "OptimizerConfig",

@@ -3,7 +3,19 @@
 from dataclasses import dataclass
 from typing import Any
 
-from verl_omni.config.knob import MOST_NODES, MOST_PROMPTS, MOST_SEED, MOST_STEPS, MOST_TRIES, knob, names_in
+from verl_omni.config.knob import (
+    MOST_NODES,
+    MOST_PROMPTS,
+    MOST_SEED,
+    MOST_STEPS,
+    MOST_TRIES,
+    UNSAID,
+    knob,
+    moved,
+    names_in,
+)
+
+ENGINE = "actor_rollout_ref.actor.engine"
 
 DTYPES = ("float32", "bfloat16")
 # A loss would have to be scaled, and the scale be found anew whenever it overflows.
@@ -37,27 +49,30 @@ class DiffusionLossConfig:
 @dataclass
 class OptimizerConfig:
     optimizer: str = knob("AdamW", "class in torch.optim", choices=OPTIMIZERS)
-    lr: float = knob(1e-4, "learning rate", above=0)
+    lr: float = knob(1e-4, "learning rate", above=0, may_change=True)
     betas: list[float] = knob([0.9, 0.999], "betas of Adam and its relatives", least=0, below=1)
     eps: float = knob(1e-8, "epsilon of Adam and its relatives", above=0)
     weight_decay: float = knob(1e-4, "weight decay", least=0)
-    fused: bool | None = knob(None, "the optimizer's step in one kernel; null: on a GPU, where torch has one")
+    fused: bool | None = knob(
+        None, "the optimizer's step in one kernel; null: on a GPU, where torch has one", may_change=True
+    )
     clip_grad: float = knob(1.0, "largest gradient norm; 0 turns clipping off", least=0)
     lr_scheduler_type: str = knob(
-        "constant", "how the learning rate goes on after the warm-up", choices=("constant", "linear", "cosine")
+        "constant",
+        "how the learning rate goes on after the warm-up",
+        choices=("constant", "linear", "cosine"),
+        may_change=True,
     )
-    lr_warmup_steps: int = knob(0, "optimizer steps of linear warm-up", least=0, most=MOST_STEPS)
+    lr_warmup_steps: int = knob(0, "optimizer steps of linear warm-up", least=0, most=MOST_STEPS, may_change=True)
     total_training_steps: int | None = knob(
-        None, "optimizer steps of the schedule; null: those of the run", least=1, most=MOST_STEPS
+        None, "optimizer steps of the schedule; null: those of the run", least=1, most=MOST_STEPS, may_change=True
     )
 
 
 @dataclass
-class FSDPConfig:
-    """FSDP2: gloo on CPUs, NCCL on GPUs."""
+class EngineConfig:
+    """What every training engine reads, and rollout servers with it: `actor.engine`."""
 
-    fsdp_size: int = knob(-1, "ranks in one shard group; -1: all", least=1, most=MOST_NODES, also=(-1,))
-    reshard_after_forward: bool = knob(True, "free gathered weights after each block")
     dtype: str | None = knob(
         None,
         "dtype of forward and backward; null: bfloat16 on a GPU, float32 on a CPU",
@@ -70,24 +85,57 @@ class FSDPConfig:
         choices=DTYPES,
         refused=NOT_DTYPES,
     )
-    use_torch_compile: bool | None = knob(None, "compile the transformer blocks; null: on a GPU")
+    use_torch_compile: bool | None = knob(None, "compile the transformer blocks; null: on a GPU", may_change=True)
     compile_ahead: bool | None = knob(
-        None, "compile the update in other processes while the first rollout runs; null: on a GPU, with one rank"
+        None,
+        "compile the update in other processes while the first rollout runs; null: on a GPU, with one rank",
+        may_change=True,
     )
     fold_lora: bool | None = knob(
-        None, "fold LoRA into a second copy of its weights for the rollout; null: on a GPU that has room for it"
+        None,
+        "fold LoRA into a second copy of its weights for the rollout; null: on a GPU that has room for it",
+        may_change=True,
     )
     fused_gelu: bool | None = knob(
-        None, "in compiled blocks without a gradient, the activation inside the matrix product; null: on a GPU"
+        None,
+        "in compiled blocks without a gradient, the activation inside the matrix product; null: on a GPU",
+        may_change=True,
     )
     attention_backend: str | None = knob(
         None,
         "diffusers attention backend, such as _native_cudnn; null: the model's own on a GPU, else diffusers'",
         choices=attention_backends,
+        may_change=True,
     )
-    param_offload: bool = knob(False, "keep weights in CPU memory between stages")
-    optimizer_offload: bool = knob(False, "keep optimizer state in CPU memory between updates")
+    param_offload: bool = knob(False, "keep weights in CPU memory between stages", may_change=True)
+    optimizer_offload: bool = knob(False, "keep optimizer state in CPU memory between updates", may_change=True)
     seed: int = knob(0, "seed of what the engine initialises (LoRA weights)", least=0, most=MOST_SEED)
+
+    @classmethod
+    def within(cls, own: Any) -> "EngineConfig":
+        """What an engine's own settings say of these, where nobody else does."""
+        said = {name: getattr(own, name, UNSAID) for name in cls.__dataclass_fields__}
+        return cls(**{name: value for name, value in said.items() if value != UNSAID})
+
+
+@dataclass
+class FSDPConfig:
+    """FSDP2's own: gloo on CPUs, NCCL on GPUs. What moved to `actor.engine` goes on working here."""
+
+    fsdp_size: int = knob(
+        -1, "ranks in one shard group; -1: all", least=1, most=MOST_NODES, also=(-1,), may_change=True
+    )
+    reshard_after_forward: bool = knob(True, "free gathered weights after each block", may_change=True)
+    dtype: Any = moved(f"{ENGINE}.dtype")
+    model_dtype: Any = moved(f"{ENGINE}.model_dtype")
+    use_torch_compile: Any = moved(f"{ENGINE}.use_torch_compile")
+    compile_ahead: Any = moved(f"{ENGINE}.compile_ahead")
+    fold_lora: Any = moved(f"{ENGINE}.fold_lora")
+    fused_gelu: Any = moved(f"{ENGINE}.fused_gelu")
+    attention_backend: Any = moved(f"{ENGINE}.attention_backend")
+    param_offload: Any = moved(f"{ENGINE}.param_offload")
+    optimizer_offload: Any = moved(f"{ENGINE}.optimizer_offload")
+    seed: Any = moved(f"{ENGINE}.seed")
 
 
 @dataclass
@@ -107,7 +155,11 @@ class DiffusionActorConfig:
         4, "prompts (each with its n images) in one optimizer step", least=1, most=MOST_PROMPTS
     )
     ppo_micro_batch_size_per_gpu: int = knob(
-        16, "(sample, step) pairs in one forward and backward: a memory knob only", least=1, most=MOST_PROMPTS
+        16,
+        "(sample, step) pairs in one forward and backward: a memory knob only",
+        least=1,
+        most=MOST_PROMPTS,
+        may_change=True,
     )
     ppo_epochs: int = knob(1, "passes over one rollout", least=1, most=MOST_TRIES)
     shuffle: bool = knob(False, "shuffle prompts between mini-batches")
@@ -125,15 +177,19 @@ class DiffusionActorConfig:
         "how far a ratio of training to rollout may be from 1 before the first update (where their kernels round "
         "differently, as in bfloat16: 100 times that, on average); further is an error; null: not checked",
         least=0,
+        may_change=True,
     )
-    reuse_uncond: bool = knob(True, "under CFG, the first optimizer step takes the rollout's own unconditional half")
+    reuse_uncond: bool = knob(
+        True, "under CFG, the first optimizer step takes the rollout's own unconditional half", may_change=True
+    )
     ema_decay: float = knob(
         0.0, "decay of a moving average of the trained weights, used for validation; 0: none", least=0, below=1
     )
     diffusion_loss: DiffusionLossConfig = knob(DiffusionLossConfig, "")
     optim: OptimizerConfig = knob(OptimizerConfig, "")
+    engine: EngineConfig = knob(EngineConfig, "")
     fsdp_config: FSDPConfig = knob(FSDPConfig, "")
-    checkpoint: CheckpointConfig = knob(CheckpointConfig, "")
+    checkpoint: CheckpointConfig = knob(CheckpointConfig, "", may_change=True)
 
 
 @dataclass

@@ -3,9 +3,10 @@
 import functools
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, ValidationError
 
 from verl_omni.config import schema
+from verl_omni.config.knob import UNSAID, moved_names, typed
 from verl_omni.utils.suggest import nearest
 
 # In these and below, keys are the business of one algorithm, reward or engine.
@@ -33,6 +34,22 @@ def check_keys(keys: Any) -> None:
 def check_keys_of(config: DictConfig) -> None:
     """A key that was added by force (`+a.b=1`) and that nothing reads is refused too."""
     check_keys(_keys(config))
+
+
+def take_moved(config: DictConfig) -> list[str]:
+    """Take what was written at earlier places to where it belongs; one line for each, with the new name."""
+    lines = []
+    for earlier, name in moved_names(schema.DiffusionTrainerConfig).items():
+        value = OmegaConf.select(config, earlier)
+        if value == UNSAID:
+            continue
+        try:
+            OmegaConf.update(config, name, value)
+        except ValidationError as error:
+            raise ValueError(f"{earlier}={value}, which is called {name} now: {str(error).splitlines()[0]}") from None
+        OmegaConf.update(config, earlier, UNSAID)
+        lines.append(f"{earlier} is called {name} now: {name}={typed(value)}")
+    return lines
 
 
 def _keys(node: DictConfig, prefix: str = "") -> list[str]:

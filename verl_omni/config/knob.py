@@ -96,6 +96,9 @@ class Knob(NamedTuple):
     needs: str | None
     #: why only the default is accepted today
     waits: str | None
+    #: whether a run may go on from its checkpoint with another value: it does not change what is learned, or people
+    #: change it on purpose in the middle of a run
+    may_change: bool
 
     def text(self) -> str:
         """What `--help` prints below the name: the sentence, the range, and what it takes to have an effect."""
@@ -118,24 +121,52 @@ def knob(
     refused: Mapping[str, str] | None = None,
     needs: str | None = None,
     waits: str | None = None,
+    may_change: bool = False,
+    of_some_models: bool = False,
 ) -> Any:
     """A dataclass field with a default, the sentence that `--help` prints for it, and what it may be.
 
     `also` are values outside of the bounds that mean something, such as -1. `choices` may be a function, where names
-    can be registered, and `refused` says of names that others take why they are none here. `needs` and `waits` are as
-    in `Knob`: what would change nothing is refused.
+    can be registered, and `refused` says of names that others take why they are none here. `needs`, `waits`
+    and `may_change` are as in `Knob`: what would change nothing is refused. Of a group, the last holds for all in it.
+    `of_some_models`: a model's adapter says whether it reads it.
     """
     metadata = {
         "help": help,
         "range": Range(least, above, most, below, choices, also, refused or {}),
         "needs": needs,
         "waits": waits,
+        "may_change": may_change,
+        "of_some_models": of_some_models,
     }
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     if isinstance(default, type):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+# The value of a setting at its earlier place, where nobody gave it one.
+UNSAID = "(moved)"
+
+
+def moved(to: str) -> Any:
+    """A field for the earlier place of a setting that is declared under the dotted name `to` now.
+
+    It is no knob of its own: `keys.take_moved` gives what a user wrote there to the knob, and says so.
+    """
+    return dataclasses.field(default=UNSAID, metadata={"moved": to})
+
+
+def moved_names(cls: type, prefix: str = "") -> dict[str, str]:
+    """Earlier name -> name, of all settings below a config dataclass that have moved."""
+    found = {}
+    for field in dataclasses.fields(cls):
+        if "moved" in field.metadata:
+            found[f"{prefix}{field.name}"] = field.metadata["moved"]
+        elif isinstance(field.default_factory, type) and dataclasses.is_dataclass(field.default_factory):
+            found |= moved_names(field.default_factory, f"{prefix}{field.name}.")
+    return found
 
 
 def names_in(module: str, table: str) -> Callable[[], Iterable[str]]:
@@ -148,20 +179,20 @@ def names_in(module: str, table: str) -> Callable[[], Iterable[str]]:
     return names
 
 
-def walk(cls: type, prefix: str = "") -> Iterator[Knob]:
-    """Every knob below a config dataclass."""
+def walk(cls: type, prefix: str = "", may_change: bool = False) -> Iterator[Knob]:
+    """Every knob below a config dataclass; `may_change` is said of all of them by what is above."""
     for field in dataclasses.fields(cls):
-        if field.name.startswith("_"):
+        if field.name.startswith("_") or "moved" in field.metadata:
             continue
         made = field.default_factory is not dataclasses.MISSING
         default = field.default_factory() if made else field.default
-        name = f"{prefix}{field.name}"
+        name, known = f"{prefix}{field.name}", field.metadata
+        free = may_change or known.get("may_change", False)
         if dataclasses.is_dataclass(default):
-            yield from walk(type(default), f"{name}.")
+            yield from walk(type(default), f"{name}.", free)
         else:
-            known = field.metadata
             help, range_ = known.get("help", ""), known.get("range", Range())
-            yield Knob(name, default, help, range_, known.get("needs"), known.get("waits"))
+            yield Knob(name, default, help, range_, known.get("needs"), known.get("waits"), free)
 
 
 def check_ranges(settings: Any) -> None:

@@ -16,7 +16,9 @@ class DiffusionModelConfig:
     path: str | None = knob(None, "diffusers folder of the model (the one with model_index.json)")
     algorithm: str = knob("flow_grpo", "the one flag that selects loss, advantage, sampling and adapter")
     architecture: str | None = knob(None, "pipeline class; null: read from model_index.json")
-    external_lib: Any | None = knob(None, "module(s) to import everywhere: registers your algorithm, model, reward")
+    external_lib: Any | None = knob(
+        None, "module(s) to import everywhere: registers your algorithm, model, reward", may_change=True
+    )
     tokenizer_path: str | None = knob(None, "tokenizer folder; null: the model's own")
     transformer_subfolder: str = knob("transformer", "subfolder of the trained transformer")
     config_path: str | None = knob(None, "folder of the transformer's config; null: beside its weights")
@@ -30,7 +32,9 @@ class DiffusionModelConfig:
     # themselves to.
     lora_init: str = knob("gaussian", "peft's init_lora_weights", choices=("gaussian", "default"), needs=LORA)
     lora_path: str | None = knob(None, "folder with LoRA weights (diffusers format) to start from", needs=LORA)
-    enable_gradient_checkpointing: bool = knob(False, "recompute activations in the backward pass to save memory")
+    enable_gradient_checkpointing: bool = knob(
+        False, "recompute activations in the backward pass to save memory", may_change=True
+    )
     # In a run these two are the rollout's own (`Any`, because OmegaConf lets no typed node be an interpolation).
     pipeline: Any = knob(None, "the rollout's pipeline knobs")
     algo: Any = knob(None, "the rollout's algo knobs")

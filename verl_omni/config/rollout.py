@@ -32,12 +32,18 @@ class DiffusionPipelineConfig:
         512, "image height in pixels, a multiple of the model's vae_scale_factor * 2", least=1, most=MOST_SIDE
     )
     width: int = knob(512, "image width in pixels, likewise", least=1, most=MOST_SIDE)
-    num_frames: int | None = knob(None, "frames of a video; null for image models", least=1, most=MOST_IMAGES)
+    num_frames: int | None = knob(
+        None, "frames of a video; null for image models", least=1, most=MOST_IMAGES, of_some_models=True
+    )
     num_inference_steps: int = knob(10, "denoising steps of a training rollout", least=1, most=MOST_DENOISING)
-    true_cfg_scale: float = knob(1.0, "true classifier-free guidance (Qwen-Image); 1 turns it off", least=1)
-    guidance_scale: float | None = knob(None, "guidance of pipelines that call it so; null: theirs", least=0)
+    true_cfg_scale: float = knob(
+        1.0, "true classifier-free guidance (Qwen-Image); 1 turns it off", least=1, of_some_models=True
+    )
+    guidance_scale: float | None = knob(
+        None, "guidance of pipelines that call it so; null: theirs", least=0, of_some_models=True
+    )
     guidance_scale_2: float | None = knob(
-        None, "Wan2.2: guidance of the low-noise transformer; null: guidance_scale", least=0
+        None, "Wan2.2: guidance of the low-noise transformer; null: guidance_scale", least=0, of_some_models=True
     )
     negative_prompt: str | None = knob(
         None, "negative prompt where the data has no `negative_prompt` column; null: as the model's pipeline has it"
@@ -49,6 +55,9 @@ class DiffusionPipelineConfig:
         most=MOST_TOKENS,
     )
 
+
+# A model's adapter says which of these it reads.
+OF_SOME_MODELS = tuple(f.name for f in dataclasses.fields(DiffusionPipelineConfig) if f.metadata["of_some_models"])
 
 # Validation may change any of these; what is left null is as in training.
 ValPipelineConfig = dataclasses.make_dataclass(
@@ -117,7 +126,11 @@ class DiffusionValKwargs:
 @dataclass
 class AgentConfig:
     num_workers: int = knob(
-        1, "processes that turn prompts into requests and wait for images and rewards", least=1, most=MOST_PROCESSES
+        1,
+        "processes that turn prompts into requests and wait for images and rewards",
+        least=1,
+        most=MOST_PROCESSES,
+        may_change=True,
     )
     default_agent_loop: str = knob("diffusion_single_turn_agent", "agent loop for rows without an `agent_name`")
 
@@ -180,38 +193,50 @@ class DiffusionRolloutConfig:
         "hybrid_engine=false: rollout servers on each node, a device each (on a CPU: processes); null: 1",
         least=1,
         most=MOST_PROCESSES,
+        may_change=True,
     )
     nnodes: int | None = knob(
-        None, "hybrid_engine=false: nodes with rollout servers; null: 1", least=1, most=MOST_NODES
+        None, "hybrid_engine=false: nodes with rollout servers; null: 1", least=1, most=MOST_NODES, may_change=True
     )
     server_restarts: int = knob(
-        3, "how often each rollout server that has died is started again", least=0, most=MOST_TRIES, needs=SERVERS
+        3,
+        "how often each rollout server that has died is started again",
+        least=0,
+        most=MOST_TRIES,
+        needs=SERVERS,
+        may_change=True,
     )
-    checkpoint_engine: CheckpointEngineConfig = knob(CheckpointEngineConfig, "")
-    http: HttpConfig = knob(HttpConfig, "")
+    checkpoint_engine: CheckpointEngineConfig = knob(CheckpointEngineConfig, "", may_change=True)
+    http: HttpConfig = knob(HttpConfig, "", may_change=True)
     n: int = knob(16, "images a prompt: the group that is compared", least=1, most=MOST_IMAGES)
     seed: int = knob(0, "seed of the training rollouts", least=0, most=MOST_SEED)
-    max_num_seqs: int = knob(32, "requests in one forward", least=1, most=MOST_IMAGES)
+    max_num_seqs: int = knob(32, "requests in one forward", least=1, most=MOST_IMAGES, may_change=True)
     request_batch_max_wait_ms: float = knob(
-        20.0, "how long a batch that is not full waits for more requests", least=0, most=MOST_SECONDS
+        20.0, "how long a batch that is not full waits for more requests", least=0, most=MOST_SECONDS, may_change=True
     )
     cfg_in_one_forward: bool = knob(
-        True, "under CFG, both halves of a step in one forward (of twice max_num_seqs rows), where their shapes agree"
+        True,
+        "under CFG, both halves of a step in one forward (of twice max_num_seqs rows), where their shapes agree",
+        may_change=True,
     )
     compile_vae: bool | None = knob(
-        None, "compile the VAE's decoder; null: that of an image VAE, on a GPU, without vae_tiling"
+        None, "compile the VAE's decoder; null: that of an image VAE, on a GPU, without vae_tiling", may_change=True
     )
     vae_tiling: bool = knob(
-        False, "decode in tiles, whose seams are blended: less memory from 1024 pixels on, and with videos"
+        False,
+        "decode in tiles, whose seams are blended: less memory from 1024 pixels on, and with videos",
+        may_change=True,
     )
     encoder_offload: bool | None = knob(
-        None, "text encoders in CPU memory: true: when idle; false: never; null: once a rollout had no new prompt"
+        None,
+        "text encoders in CPU memory: true: when idle; false: never; null: once a rollout had no new prompt",
+        may_change=True,
     )
     pipeline: DiffusionPipelineConfig = knob(DiffusionPipelineConfig, "")
     algo: DiffusionRolloutAlgoConfig = knob(DiffusionRolloutAlgoConfig, "")
-    val_kwargs: DiffusionValKwargs = knob(DiffusionValKwargs, "")
+    val_kwargs: DiffusionValKwargs = knob(DiffusionValKwargs, "", may_change=True)
     agent: AgentConfig = knob(AgentConfig, "")
-    engine_kwargs: dict[str, Any] = knob({}, "further arguments of the rollout engine")
+    engine_kwargs: dict[str, Any] = knob({}, "further arguments of the rollout engine", may_change=True)
 
 
 def validation_pipeline(rollout: DiffusionRolloutConfig) -> DiffusionPipelineConfig:

@@ -32,11 +32,13 @@ class DataConfig:
     train_files: Any = knob(
         None, "parquet, JSONL or text file(s) of training prompts, or a folder of images with captions"
     )
-    val_files: Any = knob(None, "file(s) of validation prompts; null: no validation")
+    val_files: Any = knob(None, "file(s) of validation prompts; null: no validation", may_change=True)
     train_batch_size: int = knob(8, "prompts a training step", least=1, most=MOST_PROMPTS)
-    val_batch_size: int | None = knob(None, "prompts at once in validation; null: all", least=1, most=MOST_PROMPTS)
+    val_batch_size: int | None = knob(
+        None, "prompts at once in validation; null: all", least=1, most=MOST_PROMPTS, may_change=True
+    )
     val_max_samples: int = knob(
-        -1, "validate on the first so many prompts; -1: all", least=1, most=MOST_PROMPTS, also=(-1,)
+        -1, "validate on the first so many prompts; -1: all", least=1, most=MOST_PROMPTS, also=(-1,), may_change=True
     )
     shuffle: bool = knob(True, "shuffle the training prompts every epoch")
     seed: int = knob(0, "seed of the shuffling", least=0, most=MOST_SEED)
@@ -54,9 +56,11 @@ class ActorRolloutRefConfig:
     model: DiffusionModelConfig = field(default_factory=_model_config)
     actor: DiffusionActorConfig = knob(DiffusionActorConfig, "")
     rollout: DiffusionRolloutConfig = knob(DiffusionRolloutConfig, "")
-    ref: DiffusionRefConfig = knob(DiffusionRefConfig, "")
+    ref: DiffusionRefConfig = knob(DiffusionRefConfig, "", may_change=True)
     hybrid_engine: bool = knob(
-        True, "the rollout engine sits in the training workers; false: rollout servers with copies of the model"
+        True,
+        "the rollout engine sits in the training workers; false: rollout servers with copies of the model",
+        may_change=True,
     )
 
 
@@ -108,13 +112,16 @@ class RewardModelConfig:
 
 @dataclass
 class RewardConfig:
-    num_workers: int = knob(1, "processes that compute rewards", least=1, most=MOST_PROCESSES)
-    batch_size: int = knob(8, "images in one call of a function that takes `images`", least=1, most=MOST_IMAGES)
+    num_workers: int = knob(1, "processes that compute rewards", least=1, most=MOST_PROCESSES, may_change=True)
+    batch_size: int = knob(
+        8, "images in one call of a function that takes `images`", least=1, most=MOST_IMAGES, may_change=True
+    )
     timeout: float = knob(
         600.0,
         "seconds that one call of a reward may take, and the import of your file; after that it has failed",
         above=0,
         most=MOST_SECONDS,
+        may_change=True,
     )
     retries: int = knob(2, "times that a reward is asked again for an image after it failed", least=0, most=MOST_TRIES)
     on_failure: str = knob(
@@ -138,23 +145,29 @@ class RewardConfig:
 
 @dataclass
 class TrainerConfig:
-    project_name: str = knob("verl-omni", "project in the trackers")
-    experiment_name: str = knob("default", "run in the trackers, and the folder's name")
+    project_name: str = knob("verl-omni", "project in the trackers", may_change=True)
+    experiment_name: str = knob("default", "run in the trackers, and the folder's name", may_change=True)
     default_local_dir: str = knob(
-        "outputs/${trainer.project_name}/${trainer.experiment_name}", "folder of the run: metrics, images, checkpoints"
+        "outputs/${trainer.project_name}/${trainer.experiment_name}",
+        "folder of the run: metrics, images, checkpoints",
+        may_change=True,
     )
     logger: list[str] = knob(
         ["console", "jsonl"],
         "any of console, jsonl, tensorboard, wandb, ...",
         choices=names_in("verl_omni.report.tracking", "known_backends"),
+        may_change=True,
     )
-    callbacks: list[str] = knob([], "classes that are called as the run goes on: module.Class or file.py:Class")
+    callbacks: list[str] = knob(
+        [], "classes that are called as the run goes on: module.Class or file.py:Class", may_change=True
+    )
     mode: str = knob(
         "colocated",
         "colocated (rollout in the training workers; with hybrid_engine=false: separate), separate (rollout servers, "
         "in turn with training), one_step_off (servers draw the samples of the next step while this one is learned), "
         "fully_async (servers draw on and on, training takes what has been scored)",
         choices=names_in("verl_omni.trainer.diffusion.modes", "PACES"),
+        may_change=True,
     )
     max_staleness: int | None = knob(
         None,
@@ -162,31 +175,43 @@ class TrainerConfig:
         least=0,
         most=MOST_TRIES,
         needs="trainer.mode=one_step_off or fully_async",
+        may_change=True,
     )
     stale_groups: str = knob(
         "drop",
         "what is further behind when it would be trained: drop (and draw it anew) or keep",
         choices=("drop", "keep"),
         needs="trainer.mode=fully_async",
+        may_change=True,
     )
     replay: str | None = knob(
         None,
         "folder of a fully_async run: train on what it was trained on, drawn by weights of the same versions",
         needs="trainer.mode=fully_async",
+        may_change=True,
     )
-    total_epochs: int = knob(1, "passes over the training prompts", least=1, most=MOST_STEPS)
-    total_training_steps: int | None = knob(None, "training steps; null: total_epochs", least=1, most=MOST_STEPS)
-    val_before_train: bool = knob(True, "validate before the first step")
-    val_only: bool = knob(False, "validate and stop")
-    test_freq: int = knob(-1, "steps between validations; -1: only at the end; 0: never", least=-1, most=MOST_STEPS)
-    save_freq: int = knob(-1, "steps between checkpoints; -1: only at the end; 0: never", least=-1, most=MOST_STEPS)
+    total_epochs: int = knob(1, "passes over the training prompts", least=1, most=MOST_STEPS, may_change=True)
+    total_training_steps: int | None = knob(
+        None, "training steps; null: total_epochs", least=1, most=MOST_STEPS, may_change=True
+    )
+    val_before_train: bool = knob(True, "validate before the first step", may_change=True)
+    val_only: bool = knob(False, "validate and stop", may_change=True)
+    test_freq: int = knob(
+        -1, "steps between validations; -1: only at the end; 0: never", least=-1, most=MOST_STEPS, may_change=True
+    )
+    save_freq: int = knob(
+        -1, "steps between checkpoints; -1: only at the end; 0: never", least=-1, most=MOST_STEPS, may_change=True
+    )
     save_minutes: float = knob(
         15.0,
         "minutes after which a step is saved too; the next checkpoint replaces it; 0: never",
         least=0,
         most=MOST_SECONDS,
+        may_change=True,
     )
-    max_ckpt_to_keep: int | None = knob(None, "older checkpoints are deleted; null: keep all", least=1, most=MOST_STEPS)
+    max_ckpt_to_keep: int | None = knob(
+        None, "older checkpoints are deleted; null: keep all", least=1, most=MOST_STEPS, may_change=True
+    )
     resume_mode: str = knob(
         "auto",
         "auto (go on from the folder's latest checkpoint), auto_previous (where that is damaged, from the one before), "
@@ -201,7 +226,9 @@ class TrainerConfig:
         "refuse or allow to go on from a checkpoint of a run with another algorithm, model, data, reward, ...",
         choices=("refuse", "allow"),
     )
-    log_val_images: int = knob(64, "validation images written to disk each time; -1: all", least=-1, most=MOST_PROMPTS)
+    log_val_images: int = knob(
+        64, "validation images written to disk each time; -1: all", least=-1, most=MOST_PROMPTS, may_change=True
+    )
     log_train_groups: int = knob(
         8,
         "prompts of a training step whose best and worst image are kept, at the first step and at those that are "
@@ -209,12 +236,20 @@ class TrainerConfig:
         least=0,
         most=MOST_PROMPTS,
     )
-    nnodes: int = knob(1, "machines", least=1, most=MOST_NODES)
-    n_gpus_per_node: int = knob(1, "devices on each (on a CPU: worker processes)", least=1, most=MOST_PROCESSES)
-    device: str | None = knob(None, "cpu or cuda; null: a GPU if there is one", choices=("cpu", "cuda"))
+    nnodes: int = knob(1, "machines", least=1, most=MOST_NODES, may_change=True)
+    n_gpus_per_node: int = knob(
+        1, "devices on each (on a CPU: worker processes)", least=1, most=MOST_PROCESSES, may_change=True
+    )
+    device: str | None = knob(
+        None, "cpu or cuda; null: a GPU if there is one", choices=("cpu", "cuda"), may_change=True
+    )
     seed: int = knob(0, "seed of what the trainer draws", least=0, most=MOST_SEED)
     profile_step: int | None = knob(
-        None, "write a torch profile of this step (1 is the first) to the run's folder", least=1, most=MOST_STEPS
+        None,
+        "write a torch profile of this step (1 is the first) to the run's folder",
+        least=1,
+        most=MOST_STEPS,
+        may_change=True,
     )
 
 
@@ -245,9 +280,9 @@ class DiffusionTrainerConfig:
     algorithm: DiffusionAlgoConfig = knob(DiffusionAlgoConfig, "")
     reward: RewardConfig = knob(RewardConfig, "")
     trainer: TrainerConfig = knob(TrainerConfig, "")
-    rollout: RolloutPoolConfig = knob(RolloutPoolConfig, "")
-    ray: RayConfig = knob(RayConfig, "")
-    recipe: str | None = knob(None, "free text: what this run is")
+    rollout: RolloutPoolConfig = knob(RolloutPoolConfig, "", may_change=True)
+    ray: RayConfig = knob(RayConfig, "", may_change=True)
+    recipe: str | None = knob(None, "free text: what this run is", may_change=True)
 
 
 @functools.cache  # once is enough, and takes 30 ms

@@ -8,9 +8,9 @@ import torch
 
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 ROLLOUT, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
-BFLOAT16 = f"set {ACTOR}.fsdp_config.model_dtype=bfloat16 (full fine-tuning: weights are held in float32)"
+BFLOAT16 = f"set {ACTOR}.engine.model_dtype=bfloat16 (full fine-tuning: weights are held in float32)"
 REFERENCE = f"set {REF}.param_offload=true (full fine-tuning with a reference)"
-OPTIMIZER = f"set {ACTOR}.fsdp_config.optimizer_offload=true"
+OPTIMIZER = f"set {ACTOR}.engine.optimizer_offload=true"
 ENCODERS = f"set {ROLLOUT}.encoder_offload=true"
 ADAPTERS = f"train adapters only ({MODEL}.lora_rank=32)"
 SHARE = "share the model between more GPUs (trainer.n_gpus_per_node)"
@@ -22,7 +22,7 @@ KNOBS = {
         f"lower {ROLLOUT}.max_num_seqs",
         f"set {ROLLOUT}.cfg_in_one_forward=false",
         ENCODERS,
-        f"set {ACTOR}.fsdp_config.fold_lora=false",
+        f"set {ACTOR}.engine.fold_lora=false",
         OPTIMIZER,
         f"set {ROLLOUT}.vae_tiling=true",
     ],

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from verl_omni.config import DiffusionModelConfig
+from verl_omni.config.rollout import OF_SOME_MODELS
 from verl_omni.pipelines.adapter_registry import AdapterRegistry
 from verl_omni.pipelines.utils import (
     load_tokenizers,
@@ -29,9 +30,6 @@ from verl_omni.utils.model_code import LIBRARIES, refuse_code
 __all__ = ["Conditions", "DiffusionModelBase", "VllmOmniPipelineBase"]
 
 Conditions = dict[str, torch.Tensor]
-
-# What only some models have; an adapter says which in `pipeline_knobs`.
-OPTIONAL_PIPELINE_KNOBS = ("num_frames", "true_cfg_scale", "guidance_scale", "guidance_scale_2")
 
 # Built-in adapters, imported when their architecture is first asked for.
 _BUILTIN: dict[str, str] = {
@@ -59,12 +57,14 @@ class DiffusionModelBase(ABC):
     pipeline_defaults: ClassVar[dict[str, Any]] = {"negative_prompt": "", "max_sequence_length": 512}
     # Arguments of the transformer that are the same for all rows of a batch, such as positions.
     rowless_inputs: ClassVar[tuple[str, ...]] = ()
-    # The attention kernel on a GPU where the user names none (fsdp_config.attention_backend); None: diffusers' choice.
+    # The attention kernel on a GPU where the user names none (actor.engine.attention_backend); None: diffusers' choice.
     attention_backend: ClassVar[str | None] = None
     # Whether a prompt is nothing without images.
     needs_images: ClassVar[bool] = False
     # Libraries, beside diffusers and transformers, that model_index.json may name for a component: they are imported.
     libraries: ClassVar[tuple[str, ...]] = ()
+    # Components that a folder may lack, and without which vLLM-Omni does not draw.
+    vllm_omni_needs: ClassVar[tuple[str, ...]] = ()
     # Submodules of the pipeline that are trained (Wan2.2 has two).
     trained_components: ClassVar[tuple[str, ...]] = ("transformer",)
 
@@ -86,8 +86,8 @@ class DiffusionModelBase(ABC):
 
     @classmethod
     def pipeline_knobs(cls, model_config: DiffusionModelConfig) -> set[str]:
-        """Those of the optional knobs of `rollout.pipeline` that this model reads: the others are refused."""
-        return set(OPTIONAL_PIPELINE_KNOBS)
+        """What this model reads of the knobs of `rollout.pipeline` that only some models have: others are refused."""
+        return set(OF_SOME_MODELS)
 
     @classmethod
     def brings(cls, method: str) -> bool:

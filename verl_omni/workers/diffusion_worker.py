@@ -86,6 +86,7 @@ class DiffusionWorker(Worker):
             optimizer_config=self.actor_config.optim,
             checkpoint_config=self.actor_config.checkpoint,
             replay=REPLAYS[self.config.algorithm.trainer_type],
+            common=self.actor_config.engine,
         )
         self.engine.initialize()
         layout, rank = self.engine.layout, dist.get_rank()

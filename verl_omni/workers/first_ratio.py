@@ -37,6 +37,6 @@ def check_first_ratio(metrics: Mapping[str, float], tolerance: float | None, oth
             f"actor_rollout_ref.actor.first_ratio_tolerance={tolerance:g}"
             f"{f' times {ROUNDING}, as their kernels differ' if loosened else ''}: the two compute different steps. "
             "Look at what the model's adapter overrides (forward_and_sample_previous_step, predict_velocity, "
-            "build_scheduler), at rollout.algo.sde_type and noise_level, and at fsdp_config.dtype, use_torch_compile "
+            "build_scheduler), at rollout.algo.sde_type and noise_level, and at actor.engine.dtype, use_torch_compile "
             "and attention_backend; if kernels only round differently, set actor_rollout_ref.actor.old_log_probs=train"
         )

@@ -18,6 +18,7 @@ class StableDiffusion3(DiffusionModelBase):
         "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
     ]  # fmt: skip
     pipeline_defaults = {"negative_prompt": "", "max_sequence_length": 256}
+    vllm_omni_needs = ("text_encoder_3",)  # T5
 
     @classmethod
     def pipeline_knobs(cls, model_config: DiffusionModelConfig) -> set[str]:

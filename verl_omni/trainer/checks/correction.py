@@ -18,7 +18,7 @@ def same_arithmetic(settings: DiffusionTrainerConfig) -> bool:
 
     arr, trainer = settings.actor_rollout_ref, settings.trainer
     device = torch.device(trainer.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    training, lora = arr.actor.fsdp_config, arr.model.lora_rank > 0
+    training, lora = arr.actor.engine, arr.model.lora_rank > 0
     alike = rounds_alike(
         resolve_dtypes(training, device, lora)[0],
         compiled=on_gpu(training.use_torch_compile, device),

@@ -5,8 +5,8 @@ Everything here happens before a worker starts, so that a mistake costs seconds.
 
 import dataclasses
 import functools
-import inspect
 import os
+import sys
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -19,13 +19,15 @@ from verl_omni.algorithms.registry import (
     get_diffusion_adv_estimator_fn,
     get_diffusion_loss_fn,
     resolve_algorithm_defaults,
+    rewards_of,
 )
 from verl_omni.config import DiffusionPipelineConfig, validation_pipeline
 from verl_omni.config.algorithm import DiffusionAlgoConfig
-from verl_omni.config.keys import check_keys_of
+from verl_omni.config.keys import check_keys_of, take_moved
 from verl_omni.config.knob import Range, check_effect, check_ranges
+from verl_omni.config.rollout import OF_SOME_MODELS
 from verl_omni.config.schema import DiffusionTrainerConfig
-from verl_omni.pipelines.model_base import OPTIONAL_PIPELINE_KNOBS, DiffusionModelBase
+from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.model_folder import check_model_folder
 from verl_omni.pipelines.schedulers.flow_match_sde import takes_own_steps
 from verl_omni.pipelines.schedulers.steps import Step, get_step, step_names
@@ -48,6 +50,8 @@ def prepare_config(config: DictConfig) -> DictConfig:
     import_external_lib(config.actor_rollout_ref.model.external_lib)
     check_keys_of(config)
     known = OmegaConf.merge(_schema(), config)
+    for line in take_moved(known):
+        print(line, file=sys.stderr, flush=True)
     given, settings = OmegaConf.to_object(known), _fill(OmegaConf.to_object(known))
     check_ranges(settings)
     fill_correction(settings)
@@ -155,16 +159,15 @@ def _check_adapter(settings: DiffusionTrainerConfig, adapter: type[DiffusionMode
 
 def _check_estimator(algorithm: DiffusionAlgoConfig) -> None:
     """It is there, and has the weights of several rewards if and only if it adds them up."""
-    estimator, weights = get_diffusion_adv_estimator_fn(algorithm.adv_estimator), algorithm.reward_weights
-    if estimator is get_diffusion_adv_estimator_fn("gdpo") and not weights:
+    rewards = rewards_of(get_diffusion_adv_estimator_fn(algorithm.adv_estimator))
+    weights = algorithm.reward_weights
+    if rewards == "several" and not weights:
         raise ValueError(
             f"algorithm.adv_estimator={algorithm.adv_estimator} adds up several rewards: name them in reward.scorers "
             "with their weights, or those that your function returns, such as "
             "'algorithm.reward_weights={sharpness: 1, score: 0.5}'"
         )
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(estimator).parameters.values())
-    of_one = not takes_any or estimator is get_diffusion_adv_estimator_fn("flow_grpo")
-    if weights and of_one and not adds_up_rewards(algorithm.adv_estimator):
+    if weights and rewards == "one":
         raise ValueError(
             f"algorithm.reward_weights={dict(weights)} has no effect with algorithm.adv_estimator="
             f"{algorithm.adv_estimator}, which takes one reward: set algorithm.adv_estimator=gdpo"
@@ -259,7 +262,7 @@ def _step(sde_type: str, adapter: type[DiffusionModelBase], model: Any) -> Step:
 def _check_reads(where: str, pipeline: DiffusionPipelineConfig, adapter: type[DiffusionModelBase], model: Any) -> None:
     """A setting that this architecture does not have is refused: it would be ignored."""
     read = adapter.pipeline_knobs(model)
-    for name in OPTIONAL_PIPELINE_KNOBS:
+    for name in OF_SOME_MODELS:
         value, default = getattr(pipeline, name), getattr(DiffusionPipelineConfig, name)
         if name not in read and value not in (None, default):
             others = f": it has {', '.join(sorted(read))}" if read else ""

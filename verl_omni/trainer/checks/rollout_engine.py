@@ -77,10 +77,10 @@ def check_rollout_engine(settings: DiffusionTrainerConfig) -> None:
     if not installed():
         raise ValueError(f"{NAME}: vllm-omni is not installed here: type {INSTALL}, or choose diffusers")
     VllmOmniPipelineBase.check(arr.model.architecture)
-    if arr.model.architecture == "StableDiffusion3Pipeline":
-        if (read_index(arr.model.path).get("text_encoder_3") or [None])[0] is None:
+    for component in DiffusionModelBase.get_class(arr.model).vllm_omni_needs:
+        if (read_index(arr.model.path).get(component) or [None])[0] is None:
             raise ValueError(
-                f"{NAME}: vLLM-Omni's Stable Diffusion 3 needs T5, and {arr.model.path} has none (text_encoder_3); "
+                f"{NAME}: vLLM-Omni's {arr.model.architecture} needs a {component}, and {arr.model.path} has none; "
                 "choose diffusers"
             )
     for name in ("compile_vae", "encoder_offload"):

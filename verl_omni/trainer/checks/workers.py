@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from verl_omni.config import DiffusionModelConfig, DiffusionRolloutConfig, FSDPConfig, OptimizerConfig
+from verl_omni.config import DiffusionModelConfig, DiffusionRolloutConfig, EngineConfig, OptimizerConfig
 from verl_omni.config.schema import DiffusionTrainerConfig, TrainerConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.utils import read_component_config, read_index
 from verl_omni.utils.suggest import unknown
 
-OPTIM, FSDP, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor.optim", "actor.fsdp_config", "model"))
+OPTIM, ENGINE, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor.optim", "actor.engine", "model"))
 # What peft can put an adapter on.
 ADAPTABLE = (torch.nn.Linear, torch.nn.Embedding, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 # The package of a tracker, where it is not called like the tracker or is none of ours.
@@ -43,11 +43,11 @@ def check_workers(settings: DiffusionTrainerConfig) -> None:
     }
     for name, reasons in idle.items():
         for why, holds in (reasons | {f"over the {ranks} ranks": ranks > 1}).items():
-            if getattr(arr.actor.fsdp_config, name) and holds:
-                raise ValueError(f"{FSDP}.{name}=true does nothing {why}: leave it null")
+            if getattr(arr.actor.engine, name) and holds:
+                raise ValueError(f"{ENGINE}.{name}=true does nothing {why}: leave it null")
     if settings.algorithm.sample_source == "online":
         check_engine_arguments(arr.rollout)
-    check_model(arr.model, arr.actor.fsdp_config)
+    check_model(arr.model, arr.actor.engine)
 
 
 def check_trackers(trainer: TrainerConfig) -> None:
@@ -111,17 +111,17 @@ def check_engine_arguments(rollout: DiffusionRolloutConfig) -> None:
             raise ValueError(f"{where}.{name}={value}: expected a whole number, {least} or more")
 
 
-def check_model(model: DiffusionModelConfig, fsdp: FSDPConfig) -> None:
+def check_model(model: DiffusionModelConfig, engine: EngineConfig) -> None:
     """LoRA finds its layers and its file, and attention its kernel. Builds the modules without their weights."""
     if model.lora_path is not None:
         check_lora_file(model)
-    if model.target_modules is None and fsdp.attention_backend is None:
+    if model.target_modules is None and engine.attention_backend is None:
         return
     for part in empty_modules(model):
         if model.target_modules is not None:
             check_targets(model.target_modules, part)
-        if fsdp.attention_backend is not None:
-            check_attention(part, fsdp.attention_backend)
+        if engine.attention_backend is not None:
+            check_attention(part, engine.attention_backend)
 
 
 def empty_modules(model: DiffusionModelConfig) -> list[torch.nn.Module]:
@@ -165,7 +165,7 @@ def check_attention(part: torch.nn.Module, backend: str) -> None:
         with attention_backend("native"):  # diffusers makes a model's choice that of the whole process
             choose_attention(part, backend)
     except (ImportError, RuntimeError) as error:  # a package that is missing
-        raise ValueError(f"{FSDP}.attention_backend={backend}: {error}") from error
+        raise ValueError(f"{ENGINE}.attention_backend={backend}: {error}") from error
 
 
 def check_lora_file(model: DiffusionModelConfig) -> None:

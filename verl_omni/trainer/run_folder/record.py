@@ -10,35 +10,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_omni.config.knob import walk
+from verl_omni.config.knob import moved_names, walk
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.utils.external_lib import module_names
 from verl_omni.utils.masking import masked
 
 ARR = "actor_rollout_ref."
-# Knobs that do not change what is learned, or that people change on purpose in the middle of a run. They are named
-# when they change; any other is refused.
-MAY_CHANGE = (
-    *("trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir", "trainer.logger"),
-    "trainer.callbacks",
-    *("trainer.total_*", "trainer.val_*", "trainer.test_freq", "trainer.save_*", "trainer.max_ckpt_to_keep"),
-    *("trainer.log_val_images", "trainer.nnodes", "trainer.n_gpus_per_node", "trainer.device", "trainer.profile_step"),
-    *("trainer.mode", "trainer.max_staleness", "trainer.stale_groups", "trainer.replay"),
-    *("rollout.*", f"{ARR}hybrid_engine"),
-    *(f"{ARR}rollout.n_gpus_per_node", f"{ARR}rollout.nnodes", f"{ARR}rollout.http.*"),
-    *(f"{ARR}rollout.server_restarts", f"{ARR}rollout.checkpoint_engine.*"),
-    *("data.val_*", "reward.num_workers", "reward.batch_size", "reward.timeout", "ray.*", "recipe"),
-    *(f"{ARR}model.external_lib", f"{ARR}model.enable_gradient_checkpointing", f"{ARR}ref.*"),
-    *(f"{ARR}actor.optim.{name}" for name in ("lr", "lr_*", "total_training_steps", "fused")),
-    *(f"{ARR}actor.{name}" for name in ("ppo_micro_batch_size_per_gpu", "reuse_uncond", "checkpoint.*")),
-    f"{ARR}actor.first_ratio_tolerance",
-    *(f"{ARR}actor.fsdp_config.{name}" for name in ("fsdp_size", "reshard_after_forward", "use_torch_compile")),
-    *(f"{ARR}actor.fsdp_config.{name}" for name in ("compile_ahead", "fold_lora", "fused_gelu")),
-    *(f"{ARR}actor.fsdp_config.{name}" for name in ("attention_backend", "*_offload")),
-    *(f"{ARR}rollout.{name}" for name in ("max_num_seqs", "request_batch_max_wait_ms", "cfg_in_one_forward")),
-    *(f"{ARR}rollout.{name}" for name in ("compile_vae", "vae_tiling", "encoder_offload")),
-    *(f"{ARR}rollout.{name}" for name in ("val_kwargs.*", "agent.num_workers", "engine_kwargs")),
-)
 # The rollout's own, a second time; and how this start finds its checkpoint.
 NOT_COMPARED = (f"{ARR}model.pipeline", f"{ARR}model.algo", "trainer.resume_*")
 # Files and folders: what counts is what is in them, not where they lie.
@@ -61,10 +38,12 @@ def describe(config: DictConfig) -> dict[str, Any]:
 
 def changes(then: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
     """(what may change, what may not), each as knob -> old and new value."""
-    defaults = {name: _plain(default) for name, default, *_ in walk(DiffusionTrainerConfig)}
+    knobs = {knob.name: knob for knob in walk(DiffusionTrainerConfig)}
+    renamed = moved_names(DiffusionTrainerConfig)
+    before = {renamed.get(name, name): value for name, value in then["settings"].items()}
     may, may_not = {}, {}
     for name, new in now["settings"].items():
-        old = then["settings"].get(name, defaults[name])  # a knob that is younger than the checkpoint
+        old = before.get(name, _plain(knobs[name].default))  # a knob that is younger than the checkpoint
         said = f"{name}: {_short(old)} -> {_short(new)}"
         if name in now["content"]:
             if now["content"][name] == then["content"].get(name):
@@ -72,7 +51,7 @@ def changes(then: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, str], 
             said = f"{name}: {_short(new)} has other content" if old == new else f"{said}, with other content"
         elif old == new:
             continue
-        (may if _any(MAY_CHANGE, name) else may_not)[name] = said
+        (may if knobs[name].may_change else may_not)[name] = said
     return may, may_not
 
 

@@ -22,7 +22,7 @@ from verl_omni.config import (
     CheckpointConfig,
     DiffusionActorConfig,
     DiffusionModelConfig,
-    FSDPConfig,
+    EngineConfig,
     OptimizerConfig,
 )
 from verl_omni.pipelines.model_base import DiffusionModelBase
@@ -66,18 +66,20 @@ class DiffusionEngine(BaseEngine):
     def __init__(
         self,
         model_config: DiffusionModelConfig,
-        engine_config: FSDPConfig,
+        engine_config: Any,
         optimizer_config: OptimizerConfig,
         checkpoint_config: CheckpointConfig,
         replay: type[Replay] = ReverseSteps,
+        common: EngineConfig | None = None,
     ):
         self.model_config = model_config
         self.engine_config = engine_config
+        self.common = common or EngineConfig.within(engine_config)
         self.optimizer_config = optimizer_config
         self.checkpoint_config = checkpoint_config
         self.adapter = DiffusionModelBase.get_class(model_config)
         self.device = torch.device(get_device_id() if get_device_name() != "cpu" else "cpu")
-        self.dtype, self.model_dtype = resolve_dtypes(engine_config, self.device, lora=model_config.lora_rank > 0)
+        self.dtype, self.model_dtype = resolve_dtypes(self.common, self.device, lora=model_config.lora_rank > 0)
         self.layout = self.lay_out(engine_config, dist.get_world_size())
         self.mode: str | None = None
         self.micro_batch_size = 16
@@ -89,12 +91,12 @@ class DiffusionEngine(BaseEngine):
     # ---- what one engine says of itself --------------------------------------------------------------
 
     @classmethod
-    def settings(cls, actor: DiffusionActorConfig) -> FSDPConfig:
-        """Where in the actor's configuration this engine's own settings are."""
+    def settings(cls, actor: DiffusionActorConfig) -> Any:
+        """Where in the actor's configuration this engine's own settings are, beside `actor.engine`."""
         raise NotImplementedError
 
     @classmethod
-    def lay_out(cls, engine_config: FSDPConfig, world: int) -> Layout:
+    def lay_out(cls, engine_config: Any, world: int) -> Layout:
         """How so many ranks are divided, or one line that says why they cannot be. The driver asks it too."""
         raise NotImplementedError
 
@@ -122,17 +124,17 @@ class DiffusionEngine(BaseEngine):
 
     def initialize(self) -> None:
         """Build the module, spread it, fill it; then the optimizer and the learning-rate schedule."""
-        attention, why = attention_choice(self.engine_config.attention_backend, self.adapter, self.device, self.dtype)
+        attention, why = attention_choice(self.common.attention_backend, self.adapter, self.device, self.dtype)
         if self.device.type != "cpu" and dist.get_rank() == 0:
             print(f"Attention: {attention or 'native'} ({why}).", flush=True)
-        self.module, self.parts = build_module(self.model_config, self.engine_config.seed, self.model_dtype, attention)
+        self.module, self.parts = build_module(self.model_config, self.common.seed, self.model_dtype, attention)
         self.host = HostMemory()
-        self.compiled = on_gpu(self.engine_config.use_torch_compile, self.device)
+        self.compiled = on_gpu(self.common.use_torch_compile, self.device)
         if self.compiled:
-            if on_gpu(self.engine_config.compile_ahead, self.device) and not self.layout.is_spread:
+            if on_gpu(self.common.compile_ahead, self.device) and not self.layout.is_spread:
                 mixed = self.dtype if self.dtype != torch.float32 else None
                 compile_ahead(self.parts.values(), lambda: self.whole_units(self.micro_batch_size), mixed)
-            if on_gpu(self.engine_config.fused_gelu, self.device):
+            if on_gpu(self.common.fused_gelu, self.device):
                 for part in self.parts.values():
                     fuse_gelu(part)
             compile_blocks(self.parts)
@@ -144,23 +146,23 @@ class DiffusionEngine(BaseEngine):
         self.optimizer, self.lr_scheduler = build_optimizer(
             list(self.parameters.values()), self.optimizer_config, self.device
         )
-        self.policies = Policies(self.parameters, self.engine_config.param_offload, before_swap=self.settle)
+        self.policies = Policies(self.parameters, self.common.param_offload, before_swap=self.settle)
         self.replay = self._replay(self)
         self.to("cpu", model=self.is_param_offload_enabled, optimizer=False, grad=False)
 
     def _folds_lora(self) -> bool:
         """By default on a GPU whose memory has a quarter left beside the weights and a copy of the adapted ones."""
-        if self.model_config.lora_rank == 0 or self.layout.is_spread or self.engine_config.fold_lora is False:
+        if self.model_config.lora_rank == 0 or self.layout.is_spread or self.common.fold_lora is False:
             return False
-        if self.engine_config.fold_lora is None:
-            if self.device.type != "cuda" or self.engine_config.param_offload:
+        if self.common.fold_lora is None:
+            if self.device.type != "cuda" or self.common.param_offload:
                 return False
             weights = sum(p.nbytes for part in self.parts.values() for p in part.parameters())
             memory = torch.cuda.get_device_properties(self.device).total_memory
             return weights + FoldedLora.bytes_needed(self.parts.values()) < 0.75 * memory
-        if self.engine_config.param_offload:
+        if self.common.param_offload:
             raise ValueError(
-                "fsdp_config.fold_lora=true keeps two copies of the weights on the device, which param_offload=true is "
+                "engine.fold_lora=true keeps two copies of the weights on the device, which param_offload=true is "
                 "to keep free: set one of them to false"
             )
         return True
@@ -192,11 +194,11 @@ class DiffusionEngine(BaseEngine):
 
     @property
     def is_param_offload_enabled(self) -> bool:
-        return self.engine_config.param_offload
+        return self.common.param_offload
 
     @property
     def is_optimizer_offload_enabled(self) -> bool:
-        return self.engine_config.optimizer_offload
+        return self.common.optimizer_offload
 
     def train_mode(self, **kwargs) -> _Mode:
         return _Mode(self, "train", **kwargs)

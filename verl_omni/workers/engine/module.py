@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 
-from verl_omni.config import DiffusionModelConfig, FSDPConfig
+from verl_omni.config import DiffusionModelConfig, EngineConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.weights import fill
 from verl_omni.utils.seeds import derive_seed
@@ -52,13 +52,13 @@ def fill_module(
     module.to(device)
 
 
-def resolve_dtypes(engine_config: FSDPConfig, device: torch.device, lora: bool) -> tuple[torch.dtype, torch.dtype]:
+def resolve_dtypes(common: EngineConfig, device: torch.device, lora: bool) -> tuple[torch.dtype, torch.dtype]:
     """(dtype of the computation, dtype that the weights are held in)."""
-    compute = getattr(torch, engine_config.dtype) if engine_config.dtype else (
+    compute = getattr(torch, common.dtype) if common.dtype else (
         torch.float32 if device.type == "cpu" else torch.bfloat16
     )  # fmt: skip
-    if engine_config.model_dtype:
-        return compute, getattr(torch, engine_config.model_dtype)
+    if common.model_dtype:
+        return compute, getattr(torch, common.model_dtype)
     return compute, compute if lora else torch.float32
 
 

@@ -15,13 +15,13 @@ from verl_omni.workers.rollout.server import RolloutServer
 
 class DiffusersServer(RolloutServer):
     def load(self, device: torch.device) -> DiffusersRollout:
-        engine_config = self.actor_config.fsdp_config
-        dtype, model_dtype = resolve_dtypes(engine_config, device, lora=self.model_config.lora_rank > 0)
+        common = self.actor_config.engine
+        dtype, model_dtype = resolve_dtypes(common, device, lora=self.model_config.lora_rank > 0)
         adapter = DiffusionModelBase.get_class(self.model_config)
-        attention, _ = attention_choice(engine_config.attention_backend, adapter, device, dtype)
-        module, parts = build_module(self.model_config, engine_config.seed, model_dtype, attention)
-        if on_gpu(engine_config.use_torch_compile, device):
-            if on_gpu(engine_config.fused_gelu, device):
+        attention, _ = attention_choice(common.attention_backend, adapter, device, dtype)
+        module, parts = build_module(self.model_config, common.seed, model_dtype, attention)
+        if on_gpu(common.use_torch_compile, device):
+            if on_gpu(common.fused_gelu, device):
                 for part in parts.values():
                     fuse_gelu(part)
             compile_blocks(parts)

@@ -25,7 +25,7 @@ def attention_choice(
 
     A model's own is a kernel for 16 bits: in float32 torch has others.
     """
-    knob = "actor_rollout_ref.actor.fsdp_config.attention_backend"
+    knob = "actor_rollout_ref.actor.engine.attention_backend"
     if asked is not None:
         return asked, f"asked for by {knob}"
     if adapter.attention_backend is not None and device.type != "cpu" and dtype != torch.float32:
@@ -55,7 +55,7 @@ def choose_attention(part: torch.nn.Module, backend: str) -> None:
     if backend not in TORCH_KERNELS:
         raise ValueError(
             f"attention_backend={backend} cannot be used with {type(part).__name__}, whose attention calls torch "
-            f"directly. Set actor_rollout_ref.actor.fsdp_config.attention_backend to native, {', '.join(TORCH_KERNELS)}"
+            f"directly. Set actor_rollout_ref.actor.engine.attention_backend to native, {', '.join(TORCH_KERNELS)}"
         )
     for module in passed_over:
         module.processor = WithKernel(module.processor, backend)

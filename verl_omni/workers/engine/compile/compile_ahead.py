@@ -116,7 +116,7 @@ class CompileAhead:
         if self.failure is not None:
             warnings.warn(
                 f"the update is compiled here, as compiling ahead failed: {self.failure} "
-                "(actor_rollout_ref.actor.fsdp_config.compile_ahead=false does not try)",
+                "(actor_rollout_ref.actor.engine.compile_ahead=false does not try)",
                 stacklevel=2,
             )
 

@@ -9,7 +9,7 @@ from verl_omni.workers.rollout.vllm_rollout.engine import VllmOmniRollout
 
 class VllmOmniServer(RolloutServer):
     def load(self, device: torch.device) -> VllmOmniRollout:
-        training = self.actor_config.fsdp_config
-        dtype, _ = resolve_dtypes(training, device, lora=self.model_config.lora_rank > 0)
-        compiled = on_gpu(training.use_torch_compile, device)
+        common = self.actor_config.engine
+        dtype, _ = resolve_dtypes(common, device, lora=self.model_config.lora_rank > 0)
+        compiled = on_gpu(common.use_torch_compile, device)
         return VllmOmniRollout(self.config, self.model_config, dtype, compiled, **self.config.engine_kwargs)
