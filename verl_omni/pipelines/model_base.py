@@ -8,7 +8,6 @@ flow-matching models share; a new model overrides what differs.
 
 import dataclasses
 import inspect
-from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import torch
@@ -44,7 +43,7 @@ _BUILTIN: dict[str, str] = {
 }
 
 
-class DiffusionModelBase(ABC):
+class DiffusionModelBase:
     """Adapter of one architecture. All methods are classmethods: an adapter holds no state."""
 
     registry: ClassVar[AdapterRegistry] = AdapterRegistry("model", _BUILTIN)
@@ -95,6 +94,11 @@ class DiffusionModelBase(ABC):
         return inspect.getattr_static(cls, method) is not inspect.getattr_static(DiffusionModelBase, method)
 
     @classmethod
+    def missing_for_training(cls) -> list[str]:
+        """What every engine needs and this adapter does not have."""
+        return [] if cls.brings("model_inputs") or cls.brings("prepare_model_inputs") else ["model_inputs"]
+
+    @classmethod
     def missing_for_rollout(cls) -> list[str]:
         """What the embedded rollout engine needs and this adapter, which then only trains, does not have."""
         needed = ("tokenize", "encode_prompt", "prepare_latents", "decode_latents")
@@ -141,7 +145,21 @@ class DiffusionModelBase(ABC):
         return model_config.pipeline.num_inference_steps
 
     @classmethod
-    @abstractmethod
+    def model_inputs(
+        cls,
+        module: torch.nn.Module,
+        model_config: DiffusionModelConfig,
+        sample: torch.Tensor,
+        timestep: torch.Tensor,
+        prompt: Conditions,
+    ) -> dict[str, Any]:
+        """Keyword arguments of the transformer for samples (B, ...) at timesteps (B,).
+
+        `prompt` is what `encode_prompt` returned, of the prompt or (under CFG) of the negative one.
+        """
+        raise NotImplementedError(f"{cls.__name__} has neither model_inputs nor prepare_model_inputs")
+
+    @classmethod
     def prepare_model_inputs(
         cls,
         module: torch.nn.Module,
@@ -157,8 +175,17 @@ class DiffusionModelBase(ABC):
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Keyword arguments of the transformer for denoising step `step`: with the prompt, and (under CFG) without.
 
-        `latents` is (B, T, ...) and `timesteps` (B, T). What else `encode_prompts` returned is in `micro_batch`.
+        `latents` is (B, T, ...) and `timesteps` (B, T). What else `encode_prompt` returned is in `micro_batch`.
         """
+        sample, timestep = latents[:, step], timesteps[:, step]
+        prompt = {**micro_batch, "prompt_embeds": prompt_embeds, "prompt_embeds_mask": prompt_embeds_mask}
+        positive = cls.model_inputs(module, model_config, sample, timestep, prompt)
+        if cls.cfg_scale(model_config) <= 1:
+            return positive, None
+        lead = "negative_"
+        negative = {n.removeprefix(lead): value for n, value in micro_batch.items() if n.startswith(lead)}
+        negative |= {"prompt_embeds": negative_prompt_embeds, "prompt_embeds_mask": negative_prompt_embeds_mask}
+        return positive, cls.model_inputs(module, model_config, sample, timestep, {**micro_batch, **negative})
 
     @classmethod
     def forward(cls, module: torch.nn.Module, model_inputs: dict[str, Any]) -> torch.Tensor:

@@ -171,9 +171,7 @@ def fill(
 
 
 def _region(parameter: DTensor) -> Region:
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
 
 

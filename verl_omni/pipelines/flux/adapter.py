@@ -38,38 +38,27 @@ class Flux(DiffusionModelBase):
         scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu, device=device)
 
     @classmethod
-    def prepare_model_inputs(
+    def model_inputs(
         cls,
         module: torch.nn.Module,
         model_config: DiffusionModelConfig,
-        latents: torch.Tensor,
-        timesteps: torch.Tensor,
-        prompt_embeds: torch.Tensor,
-        prompt_embeds_mask: torch.Tensor | None,
-        negative_prompt_embeds: torch.Tensor | None,
-        negative_prompt_embeds_mask: torch.Tensor | None,
-        micro_batch: Any,
-        step: int,
-    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        sample = latents[:, step]
+        sample: torch.Tensor,
+        timestep: torch.Tensor,
+        prompt: Conditions,
+    ) -> dict[str, Any]:
         rows, columns = (torch.arange(n, device=sample.device) for n in cls.grid(model_config))
-        shared = {
+        inputs = {
             "hidden_states": sample,
-            "timestep": timesteps[:, step] / 1000,
+            "timestep": timestep / 1000,
             "img_ids": torch.cartesian_prod(torch.zeros_like(rows[:1]), rows, columns),
+            "encoder_hidden_states": prompt["prompt_embeds"],
+            "txt_ids": rows.new_zeros(prompt["prompt_embeds"].shape[1], 3),
+            "pooled_projections": prompt["pooled_prompt_embeds"],
         }
         if module.config.guidance_embeds:
             scale = model_config.pipeline.guidance_scale
-            shared["guidance"] = sample.new_full((len(sample),), 3.5 if scale is None else scale)
-
-        def with_text(embeds: torch.Tensor, pooled: torch.Tensor) -> dict[str, Any]:
-            text = {"encoder_hidden_states": embeds, "txt_ids": rows.new_zeros(embeds.shape[1], 3)}
-            return shared | text | {"pooled_projections": pooled}
-
-        positive = with_text(prompt_embeds, micro_batch["pooled_prompt_embeds"])
-        if cls.cfg_scale(model_config) <= 1:
-            return positive, None
-        return positive, with_text(negative_prompt_embeds, micro_batch["negative_pooled_prompt_embeds"])
+            inputs["guidance"] = sample.new_full((len(sample),), 3.5 if scale is None else scale)
+        return inputs
 
     @classmethod
     def tokenize(

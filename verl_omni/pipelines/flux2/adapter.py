@@ -43,37 +43,28 @@ class Flux2(DiffusionModelBase):
         scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu, device=device)
 
     @classmethod
-    def prepare_model_inputs(
+    def model_inputs(
         cls,
         module: torch.nn.Module,
         model_config: DiffusionModelConfig,
-        latents: torch.Tensor,
-        timesteps: torch.Tensor,
-        prompt_embeds: torch.Tensor,
-        prompt_embeds_mask: torch.Tensor | None,
-        negative_prompt_embeds: torch.Tensor | None,
-        negative_prompt_embeds_mask: torch.Tensor | None,
-        micro_batch: Any,
-        step: int,
-    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        sample = latents[:, step]
-        one = torch.zeros(1, dtype=torch.long, device=sample.device)
-        rows, columns, words = (
-            torch.arange(n, device=sample.device) for n in (*cls.grid(model_config), prompt_embeds.shape[1])
-        )
-        shared = {
+        sample: torch.Tensor,
+        timestep: torch.Tensor,
+        prompt: Conditions,
+    ) -> dict[str, Any]:
+        one, embeds = torch.zeros(1, dtype=torch.long, device=sample.device), prompt["prompt_embeds"]
+        sizes = (*cls.grid(model_config), embeds.shape[1])
+        rows, columns, words = (torch.arange(n, device=sample.device) for n in sizes)
+        inputs = {
             "hidden_states": sample,
-            "timestep": timesteps[:, step] / 1000,
+            "timestep": timestep / 1000,
             "img_ids": torch.cartesian_prod(one, rows, columns, one),
             "txt_ids": torch.cartesian_prod(one, one, one, words),
+            "encoder_hidden_states": embeds,
         }
         if module.config.guidance_embeds:
             scale = model_config.pipeline.guidance_scale
-            shared["guidance"] = sample.new_full((len(sample),), 4.0 if scale is None else scale)
-        positive = shared | {"encoder_hidden_states": prompt_embeds}
-        if cls.cfg_scale(model_config) <= 1:
-            return positive, None
-        return positive, shared | {"encoder_hidden_states": negative_prompt_embeds}
+            inputs["guidance"] = sample.new_full((len(sample),), 4.0 if scale is None else scale)
+        return inputs
 
     @classmethod
     def load_processors(cls, model_config: DiffusionModelConfig) -> dict[str, Any]:

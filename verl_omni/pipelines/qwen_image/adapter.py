@@ -45,36 +45,25 @@ class QwenImage(DiffusionModelBase):
         scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu, device=device)
 
     @classmethod
-    def prepare_model_inputs(
+    def model_inputs(
         cls,
         module: torch.nn.Module,
         model_config: DiffusionModelConfig,
-        latents: torch.Tensor,
-        timesteps: torch.Tensor,
-        prompt_embeds: torch.Tensor,
-        prompt_embeds_mask: torch.Tensor | None,
-        negative_prompt_embeds: torch.Tensor | None,
-        negative_prompt_embeds_mask: torch.Tensor | None,
-        micro_batch: Any,
-        step: int,
-    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        sample = latents[:, step]
-        shared = {
+        sample: torch.Tensor,
+        timestep: torch.Tensor,
+        prompt: Conditions,
+    ) -> dict[str, Any]:
+        embeds, mask = trim_padding(prompt["prompt_embeds"], prompt["prompt_embeds_mask"])
+        inputs = {
             "hidden_states": sample,
-            "timestep": timesteps[:, step] / 1000,
+            "timestep": timestep / 1000,
             "img_shapes": [[(1, *cls.grid(model_config))]] * len(sample),
+            "encoder_hidden_states": embeds,
+            "encoder_hidden_states_mask": dense_mask(mask),
         }
         if module.config.guidance_embeds:
-            shared["guidance"] = torch.full((len(sample),), model_config.pipeline.guidance_scale, device=sample.device)
-
-        def with_text(embeds: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
-            embeds, mask = trim_padding(embeds, mask)
-            return shared | {"encoder_hidden_states": embeds, "encoder_hidden_states_mask": dense_mask(mask)}
-
-        positive = with_text(prompt_embeds, prompt_embeds_mask)
-        if cls.cfg_scale(model_config) <= 1:
-            return positive, None
-        return positive, with_text(negative_prompt_embeds, negative_prompt_embeds_mask)
+            inputs["guidance"] = torch.full((len(sample),), model_config.pipeline.guidance_scale, device=sample.device)
+        return inputs
 
     @classmethod
     def combine_cfg(cls, cond: torch.Tensor, uncond: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:

@@ -51,40 +51,23 @@ class QwenImageEditPlus(QwenImage):
     needs_images = True
 
     @classmethod
-    def prepare_model_inputs(
+    def model_inputs(
         cls,
         module: torch.nn.Module,
         model_config: DiffusionModelConfig,
-        latents: torch.Tensor,
-        timesteps: torch.Tensor,
-        prompt_embeds: torch.Tensor,
-        prompt_embeds_mask: torch.Tensor | None,
-        negative_prompt_embeds: torch.Tensor | None,
-        negative_prompt_embeds_mask: torch.Tensor | None,
-        micro_batch: Any,
-        step: int,
-    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        positive, negative = super().prepare_model_inputs(
-            module,
-            model_config,
-            latents,
-            timesteps,
-            prompt_embeds,
-            prompt_embeds_mask,
-            negative_prompt_embeds,
-            negative_prompt_embeds_mask,
-            micro_batch,
-            step,
-        )
-        references, sizes = micro_batch["reference_latents"], micro_batch["reference_sizes"].tolist()
-        joined = {
-            "hidden_states": torch.cat([positive["hidden_states"], references.to(latents.dtype)], dim=1),
+        sample: torch.Tensor,
+        timestep: torch.Tensor,
+        prompt: Conditions,
+    ) -> dict[str, Any]:
+        inputs = super().model_inputs(module, model_config, sample, timestep, prompt)
+        references, sizes = prompt["reference_latents"], prompt["reference_sizes"].tolist()
+        return inputs | {
+            "hidden_states": torch.cat([sample, references.to(sample.dtype)], dim=1),
             "img_shapes": [
                 [*own, *((1, height, width) for height, width in row if height)]
-                for own, row in zip(positive["img_shapes"], sizes, strict=True)
+                for own, row in zip(inputs["img_shapes"], sizes, strict=True)
             ],
         }
-        return positive | joined, None if negative is None else negative | joined
 
     @classmethod
     def forward(cls, module: torch.nn.Module, model_inputs: dict[str, Any]) -> torch.Tensor:

@@ -38,29 +38,19 @@ class StableDiffusion3(DiffusionModelBase):
         scheduler.set_timesteps(model_config.pipeline.num_inference_steps, device=device, **shift)
 
     @classmethod
-    def prepare_model_inputs(
+    def model_inputs(
         cls,
         module: torch.nn.Module,
         model_config: DiffusionModelConfig,
-        latents: torch.Tensor,
-        timesteps: torch.Tensor,
-        prompt_embeds: torch.Tensor,
-        prompt_embeds_mask: torch.Tensor | None,
-        negative_prompt_embeds: torch.Tensor | None,
-        negative_prompt_embeds_mask: torch.Tensor | None,
-        micro_batch: Any,
-        step: int,
-    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        shared = {"hidden_states": latents[:, step], "timestep": timesteps[:, step]}
-        positive = shared | {
-            "encoder_hidden_states": prompt_embeds,
-            "pooled_projections": micro_batch["pooled_prompt_embeds"],
-        }
-        if cls.cfg_scale(model_config) <= 1:
-            return positive, None
-        return positive, shared | {
-            "encoder_hidden_states": negative_prompt_embeds,
-            "pooled_projections": micro_batch["negative_pooled_prompt_embeds"],
+        sample: torch.Tensor,
+        timestep: torch.Tensor,
+        prompt: Conditions,
+    ) -> dict[str, Any]:
+        return {
+            "hidden_states": sample,
+            "timestep": timestep,
+            "encoder_hidden_states": prompt["prompt_embeds"],
+            "pooled_projections": prompt["pooled_prompt_embeds"],
         }
 
     @classmethod

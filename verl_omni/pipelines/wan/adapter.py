@@ -93,33 +93,23 @@ class Wan(DiffusionModelBase):
         return {name for name, rows in (("transformer", high), ("transformer_2", ~high)) if rows.any()}
 
     @classmethod
-    def prepare_model_inputs(
+    def model_inputs(
         cls,
         module: torch.nn.Module,
         model_config: DiffusionModelConfig,
-        latents: torch.Tensor,
-        timesteps: torch.Tensor,
-        prompt_embeds: torch.Tensor,
-        prompt_embeds_mask: torch.Tensor | None,
-        negative_prompt_embeds: torch.Tensor | None,
-        negative_prompt_embeds_mask: torch.Tensor | None,
-        micro_batch: Any,
-        step: int,
-    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        sample, timestep = latents[:, step], timesteps[:, step]
+        sample: torch.Tensor,
+        timestep: torch.Tensor,
+        prompt: Conditions,
+    ) -> dict[str, Any]:
         if read_index(model_config.path).get("expand_timesteps"):  # Wan2.2-TI2V: a timestep for each token
             frames, height, width = sample.shape[2:]
             timestep = timestep[:, None].expand(-1, frames * (height // 2) * (width // 2))
-        shared = {"hidden_states": sample, "timestep": timestep}
-
-        def with_text(embeds: torch.Tensor) -> dict[str, Any]:
-            missing = model_config.pipeline.max_sequence_length - embeds.shape[1]
-            return shared | {"encoder_hidden_states": torch.nn.functional.pad(embeds, (0, 0, 0, missing))}
-
-        positive = with_text(prompt_embeds)
-        if cls.cfg_scale(model_config) <= 1:
-            return positive, None
-        return positive, with_text(negative_prompt_embeds)
+        missing = model_config.pipeline.max_sequence_length - prompt["prompt_embeds"].shape[1]
+        return {
+            "hidden_states": sample,
+            "timestep": timestep,
+            "encoder_hidden_states": torch.nn.functional.pad(prompt["prompt_embeds"], (0, 0, 0, missing)),
+        }
 
     @classmethod
     def guidance(

@@ -49,28 +49,20 @@ class ZImage(DiffusionModelBase):
             scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / steps, steps).tolist(), mu=mu, device=device)
 
     @classmethod
-    def prepare_model_inputs(
+    def model_inputs(
         cls,
         module: torch.nn.Module,
         model_config: DiffusionModelConfig,
-        latents: torch.Tensor,
-        timesteps: torch.Tensor,
-        prompt_embeds: torch.Tensor,
-        prompt_embeds_mask: torch.Tensor | None,
-        negative_prompt_embeds: torch.Tensor | None,
-        negative_prompt_embeds_mask: torch.Tensor | None,
-        micro_batch: Any,
-        step: int,
-    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        shared = {"x": list(latents[:, step].unsqueeze(2)), "t": (1000 - timesteps[:, step]) / 1000}
-
-        def with_text(embeds: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
-            return shared | {"cap_feats": [row[real] for row, real in zip(embeds, mask.bool(), strict=True)]}
-
-        positive = with_text(prompt_embeds, prompt_embeds_mask)
-        if cls.cfg_scale(model_config) <= 1:
-            return positive, None
-        return positive, with_text(negative_prompt_embeds, negative_prompt_embeds_mask)
+        sample: torch.Tensor,
+        timestep: torch.Tensor,
+        prompt: Conditions,
+    ) -> dict[str, Any]:
+        embeds, mask = prompt["prompt_embeds"], prompt["prompt_embeds_mask"].bool()
+        return {
+            "x": list(sample.unsqueeze(2)),
+            "t": (1000 - timestep) / 1000,
+            "cap_feats": [row[real] for row, real in zip(embeds, mask, strict=True)],
+        }
 
     @classmethod
     def forward(cls, module: torch.nn.Module, model_inputs: dict[str, Any]) -> torch.Tensor:

@@ -146,7 +146,7 @@ def _check(settings: DiffusionTrainerConfig) -> None:
 def _check_adapter(settings: DiffusionTrainerConfig, adapter: type[DiffusionModelBase]) -> None:
     """It has the methods that this run calls."""
     arr = settings.actor_rollout_ref
-    missing, caller = sorted(adapter.__abstractmethods__), "training"
+    missing, caller = adapter.missing_for_training(), "training"
     if settings.algorithm.sample_source == "online":
         missing += adapter.missing_for_rollout()
         caller = f"the rollout engine (actor_rollout_ref.rollout.name={arr.rollout.name})"
