@@ -5,9 +5,10 @@ import sys
 import textwrap
 
 import pytest
+import torch
 
 from verl_omni.algorithms import get_algorithm, registry
-from verl_omni.config import DiffusionModelConfig
+from verl_omni.config import DiffusionModelConfig, DiffusionPipelineConfig
 from verl_omni.pipelines.adapter_registry import AdapterRegistry
 from verl_omni.pipelines.model_base import DiffusionModelBase, VllmOmniPipelineBase
 
@@ -91,3 +92,26 @@ def test_an_unknown_architecture_comes_with_the_nearest():
     config = DiffusionModelConfig(architecture="QwenImagesPipeline")
     with pytest.raises(ValueError, match='model architecture "QwenImagesPipeline": did you mean "QwenImagePipeline"'):
         DiffusionModelBase.get_class(config)
+
+
+def test_both_halves_of_guidance_are_one_methods():
+    """What an adapter says of one prompt is asked for the negative one too, with that one's features."""
+
+    class OneHalf(DiffusionModelBase):
+        @classmethod
+        def model_inputs(cls, module, model_config, sample, timestep, prompt):
+            return {"x": sample, "t": timestep, "text": prompt["prompt_embeds"], "pooled": prompt["pooled"]}
+
+    def inputs(cfg: float):
+        config = DiffusionModelConfig(pipeline=DiffusionPipelineConfig(true_cfg_scale=cfg))
+        texts = [torch.ones(2, 3), None, torch.zeros(2, 3), None]
+        batch = {"pooled": torch.tensor([5.0]), "negative_pooled": torch.tensor([6.0])}
+        latents, timesteps = torch.arange(12.0).view(2, 3, 2), torch.arange(6.0).view(2, 3)
+        return OneHalf.prepare_model_inputs(None, config, latents, timesteps, *texts, batch, 1)
+
+    positive, negative = inputs(cfg=4.0)
+    for half, text, pooled in ((positive, 1.0, 5.0), (negative, 0.0, 6.0)):
+        assert half["x"].tolist() == [[2.0, 3.0], [8.0, 9.0]] and half["t"].tolist() == [1.0, 4.0]
+        assert half["text"].mean() == text and half["pooled"].item() == pooled
+    assert inputs(cfg=1.0)[1] is None
+    assert OneHalf.missing_for_training() == [] and DiffusionModelBase.missing_for_training() == ["model_inputs"]

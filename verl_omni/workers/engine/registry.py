@@ -7,8 +7,8 @@ import warnings
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.workers import engine as room
-from verl_omni.workers.engine.base import MODEL_TYPE, DiffusionEngine
 from verl_omni.workers.engine.noise_levels import NoiseLevels
+from verl_omni.workers.engine.protocol import MODEL_TYPE, TrainingEngine
 from verl_omni.workers.engine.replay import Replay
 from verl_omni.workers.engine.reverse_steps import ReverseSteps
 from verl_omni.workers.layout import Layout
@@ -34,7 +34,7 @@ def strategies() -> list[str]:
     return sorted({*built_in(), *EngineRegistry._engines.get(MODEL_TYPE, {})})
 
 
-def engine_class(strategy: str) -> type[DiffusionEngine]:
+def engine_class(strategy: str) -> type[TrainingEngine]:
     """The engine of that name, for the device of this process."""
     if strategy in (modules := built_in()):
         importlib.import_module(modules[strategy])

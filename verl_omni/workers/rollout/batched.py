@@ -12,8 +12,8 @@ import torch
 from verl_omni.config import DiffusionModelConfig, DiffusionRolloutConfig
 from verl_omni.pipelines.drawing import Request, Sample
 from verl_omni.utils.batcher import Batcher
-from verl_omni.workers.engine.base import DiffusionEngine
 from verl_omni.workers.engine.lora import check_same_lora
+from verl_omni.workers.engine.protocol import TrainingEngine
 from verl_omni.workers.rollout.base import RolloutEngine, RolloutOutput
 
 
@@ -33,13 +33,13 @@ class BatchedRollout(RolloutEngine):
     @classmethod
     @abstractmethod
     def beside(
-        cls, training: DiffusionEngine, config: DiffusionRolloutConfig, model_config: DiffusionModelConfig
+        cls, training: TrainingEngine, config: DiffusionRolloutConfig, model_config: DiffusionModelConfig
     ) -> "BatchedRollout":
         """The engine in the worker that trains."""
 
     @abstractmethod
     def with_policy(
-        self, training: DiffusionEngine, policy: str, version: int
+        self, training: TrainingEngine, policy: str, version: int
     ) -> contextlib.AbstractContextManager[None]:
         """While it lasts, an engine beside training draws with that policy's weights."""
 

@@ -16,8 +16,8 @@ from verl_omni.perf.memory import names_memory_knobs
 from verl_omni.pipelines.drawing import Drawer, Request, equal_parts
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.single_frame_vae import speed_up_single_frames
-from verl_omni.workers.engine.base import DiffusionEngine
 from verl_omni.workers.engine.lora import base_name
+from verl_omni.workers.engine.protocol import TrainingEngine
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.batched import BatchedRollout, answer
 from verl_omni.workers.rollout.encoders import Encoders
@@ -61,7 +61,7 @@ class DiffusersRollout(Drawer, BatchedRollout):
 
     @classmethod
     def beside(
-        cls, training: DiffusionEngine, config: DiffusionRolloutConfig, model_config: DiffusionModelConfig
+        cls, training: TrainingEngine, config: DiffusionRolloutConfig, model_config: DiffusionModelConfig
     ) -> "DiffusersRollout":
         """On the module that is trained: there is nothing to synchronise."""
         return cls(
@@ -75,7 +75,7 @@ class DiffusersRollout(Drawer, BatchedRollout):
         )
 
     @contextlib.contextmanager
-    def with_policy(self, training: DiffusionEngine, policy: str, version: int) -> Iterator[None]:
+    def with_policy(self, training: TrainingEngine, policy: str, version: int) -> Iterator[None]:
         self.version = version
         with training.eval_mode(), training.policy(policy), training.whole():
             yield

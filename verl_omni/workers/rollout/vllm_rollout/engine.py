@@ -17,8 +17,8 @@ from verl_omni.perf.memory import names_memory_knobs
 from verl_omni.pipelines.drawing import Drawer, Request, equal_parts
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.vllm_omni import VllmOmniPipelineBase
-from verl_omni.workers.engine.base import DiffusionEngine
 from verl_omni.workers.engine.module import autocast
+from verl_omni.workers.engine.protocol import TrainingEngine
 from verl_omni.workers.host_memory import HostMemory, bring
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.batched import BatchedRollout, answer
@@ -65,7 +65,7 @@ class VllmOmniRollout(BatchedRollout):
 
     @classmethod
     def beside(
-        cls, training: DiffusionEngine, config: DiffusionRolloutConfig, model_config: DiffusionModelConfig
+        cls, training: TrainingEngine, config: DiffusionRolloutConfig, model_config: DiffusionModelConfig
     ) -> "VllmOmniRollout":
         """With a copy of the model, which leaves the device while others compute.
 
@@ -76,7 +76,7 @@ class VllmOmniRollout(BatchedRollout):
         return rollout
 
     @contextlib.contextmanager
-    def with_policy(self, training: DiffusionEngine, policy: str, version: int) -> Iterator[None]:
+    def with_policy(self, training: TrainingEngine, policy: str, version: int) -> Iterator[None]:
         with self._counted("wake"):
             self.wake()
         try:
