@@ -396,7 +396,7 @@ LORA = f"{MODEL}.lora_rank=4"
         ([f"{ACTOR}.engine.attention_backend=_native_cudn"], 'did you mean "_native_cudnn"'),
         ([f"+{ROLLOUT}.engine_kwargs.decode_batch=2"], 'did you mean "decode_batch_size"'),
         ([f"+{ROLLOUT}.engine_kwargs.decode_batch_size=0"], "decode_batch_size=0: expected a whole number, 1 or more"),
-        ([f"+{ROLLOUT}.engine_kwargs.device=cpu"], "known: decode_batch_size, prompt_cache_size"),
+        ([f"+{ROLLOUT}.engine_kwargs.device=cpu"], "known: decode_batch_size, prompt_cache_m"),
         (["trainer.logger=[]"], "trainer.logger=[] would leave no trace"),
         (["trainer.default_local_dir={file}"], "is a file, not a folder"),
         (["trainer.default_local_dir={file}/run"], "is a file, not a folder"),

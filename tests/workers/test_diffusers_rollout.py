@@ -125,6 +125,20 @@ def test_a_distinct_prompt_is_encoded_once(monkeypatch):
         assert len(small._prompts) == size
 
 
+def test_prompts_are_kept_up_to_so_many_bytes():
+    """Features of a long prompt are megabytes: a count alone would bound nothing."""
+    engine = rollout()
+    generate(engine, [(PROMPTS[0], 0)])
+    one = engine._prompt_bytes
+    assert one == sum(value.nbytes for features in engine._prompts.values() for value in features.values()) > 0
+    engine._prompt_cache_bytes = one  # room for the first alone
+    generate(engine, [(PROMPTS[0], 0)])
+    assert len(engine._prompts) == 1
+    generate(engine, [(PROMPTS[1], 0), (PROMPTS[2], 0)])
+    held = sum(value.nbytes for features in engine._prompts.values() for value in features.values())
+    assert engine._prompt_bytes == held <= one
+
+
 @pytest.mark.parametrize(("cfg", "halves"), [(False, 1), (True, 2)], ids=["plain", "cfg"])
 def test_requests_share_forwards_up_to_max_num_seqs(cfg, halves):
     engine, sizes = rollout(cfg, max_num_seqs=3), []

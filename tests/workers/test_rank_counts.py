@@ -22,6 +22,7 @@ from engine_cases import (
     whole,
 )
 from ranks import start_ranks
+from safetensors.torch import load_file
 from tiny_models import tiny_checkpoint
 
 from verl_omni.workers.engine import checkpoint_io
@@ -63,14 +64,29 @@ def shares(data: dict[str, torch.Tensor]) -> torch.Tensor:
     return kept[rank::ranks] * ranks / kept.sum()
 
 
+def watch_gradients(engine) -> list[int]:
+    """Before each micro-batch: how many numbers of gradients a rank holds whole, which wait for the last backward."""
+    held, begin = [], engine.begin_micro_batch
+
+    def begun(last: bool) -> None:
+        groups = [group for module in engine._shards for group in module._get_fsdp_state()._fsdp_param_groups]
+        gathered = [p._unsharded_param for group in groups for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+        held.append(sum(p.grad.numel() for p in gathered if p.grad is not None))
+        begin(last)
+
+    engine.begin_micro_batch = begun
+    return held
+
+
 def observe(engine, data: dict[str, torch.Tensor], checkpoint: Path) -> dict:
     """Everything that must not depend on the number of ranks."""
     add_reference(engine, data)
     loss = loss_function(kl=0.1)
+    held = watch_gradients(engine)
     with engine.train_mode():
         engine.optimizer_zero_grad()
         engine.forward_backward_batch(data, loss)
-        seen = {"gradients": gradients(engine)}
+        seen = {"gradients": gradients(engine), "held whole": list(held)}
         engine.optimizer_zero_grad()
         rejected = engine.forward_backward_batch(data | {"share": shares(data)}, loss)
         seen |= {"of what is kept": gradients(engine), "metrics of what is kept": [rejected["metrics"]]}
@@ -121,6 +137,8 @@ def test_one_and_two_ranks_agree(runs, name):
     for key in ("gradients", "of what is kept", "weights", "ema", "later_weights"):
         assert_same(one[key], two[key])
     assert max(g.abs().max() for g in one["gradients"].values()) > 1e-2
+    assert len(two["held whole"]) > 1, "gradients are those of several micro-batches"
+    assert max(two["held whole"]) > 0 if CASES[name] else max(two["held whole"]) == 0, "only a LoRA's wait, whole"
     assert moved(one["later_weights"], one["weights"]) > 1e-4
 
 
@@ -150,18 +168,19 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(runs, name):
     assert_same(two["later_weights"], weights(engine))
 
 
-def test_the_reference_is_part_of_a_full_checkpoint(runs):
-    """After a resume the reference is still the model that training began with."""
-    data, one, _, folder = runs["full"]
+def test_the_reference_is_what_the_folder_holds_and_no_checkpoint_has_it(runs):
+    """After a resume the reference is still the model that training began with: it is not written again and again."""
+    data, _, _, folder = runs["full"]
     fresh = build(str(tiny_checkpoint()), lora=False)
     expected, got = dict(data), dict(data)
     add_reference(fresh, expected)
-    for parameter in fresh.parameters.values():
-        parameter.data.mul_(0.5)
-    fresh.keep_reference()
     fresh.load_checkpoint(str(folder / "full_of_one"))
+    assert moved(weights(fresh), weights(build(str(tiny_checkpoint()), lora=False))) > 1e-4
     add_reference(fresh, got)
-    torch.testing.assert_close(got["ref_prev_sample_mean"], expected["ref_prev_sample_mean"], atol=1e-6, rtol=0)
+    torch.testing.assert_close(got["ref_prev_sample_mean"], expected["ref_prev_sample_mean"], atol=0, rtol=0)
+    held = {key for path in (folder / "full_of_one").rglob("*.safetensors") for key in load_file(path)}
+    assert any(key.startswith("policies.ema.") for key in held)
+    assert not any("reference" in key for key in held)
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [("lora", "full"), ("full", "lora")])

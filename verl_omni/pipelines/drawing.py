@@ -64,6 +64,7 @@ class Drawer:
         cfg_in_one_forward: bool = True,
         prompt_cache_size: int = 4096,
         decode_batch_size: int = 16,
+        prompt_cache_megabytes: int = 8192,
     ):
         self.model_config, self.pipe, self.module, self.device = model_config, pipe, module, device
         self.adapter = DiffusionModelBase.get_class(model_config)
@@ -71,7 +72,8 @@ class Drawer:
         self.decode_batch_size = decode_batch_size
         self._prompts: collections.OrderedDict[tuple, Conditions] = collections.OrderedDict()
         self._on_device: dict[tuple, Conditions] = {}
-        self._prompt_cache_size = prompt_cache_size
+        self._prompt_cache_size, self._prompt_cache_bytes = prompt_cache_size, prompt_cache_megabytes * 10**6
+        self._prompt_bytes = 0
 
     # ---- for an engine that wants to know ------------------------------------------------------------
 
@@ -170,9 +172,10 @@ class Drawer:
             self._before_encoding()
             encoded = self.adapter.encode_prompt(self.pipe, list(ids), model_config, images)
             self._prompts[key] = {k: v.cpu() for k, v in encoded.items()}
+            self._prompt_bytes += nbytes(self._prompts[key])
         self._on_device[key] = {k: v.to(self.device) for k, v in self._prompts[key].items()}
-        if len(self._prompts) > self._prompt_cache_size:
-            self._prompts.popitem(last=False)
+        while len(self._prompts) > self._prompt_cache_size or self._prompt_bytes > self._prompt_cache_bytes:
+            self._prompt_bytes -= nbytes(self._prompts.popitem(last=False)[1])
         return self._on_device[key]
 
 
@@ -183,6 +186,10 @@ def drawn_as(model_config: DiffusionModelConfig) -> dict[str, torch.Tensor]:
         "size": torch.tensor([size.height, size.width, size.num_frames or 0]),
         "noise_level": torch.tensor(noise, dtype=torch.float64),
     }
+
+
+def nbytes(conditions: Conditions) -> int:
+    return sum(value.nbytes for value in conditions.values())
 
 
 def equal_parts(total: int, most: int) -> int:

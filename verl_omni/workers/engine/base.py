@@ -133,7 +133,7 @@ class DiffusionEngine(Passes):
 
     def keep_reference(self, offload: bool = False) -> None:
         if self.model_config.lora_rank == 0:
-            self.policies.keep("reference", offload)
+            self.policies.keep("reference", offload, fixed=True)
 
     def keep_ema(self, decay: float) -> None:
         self.ema_decay = decay

@@ -31,14 +31,20 @@ class Policies:
         self.offload = offload
         self.before_swap = before_swap
         self.copies: dict[str, dict[str, torch.Tensor]] = {}
+        self.fixed: set[str] = set()  # copies of what the model's folder holds: no checkpoint has them
         self.drew: dict[str, dict[str, torch.Tensor]] = {}  # policies that samples on their way were drawn with
 
     def __contains__(self, name: str) -> bool:
         return name in self.copies
 
-    def keep(self, name: str, offload: bool = False) -> None:
-        """Remember the weights as they are now under this name, in CPU memory if `offload` says so."""
+    def keep(self, name: str, offload: bool = False, fixed: bool = False) -> None:
+        """Remember the weights as they are now under this name, in CPU memory if `offload` says so.
+
+        `fixed`: they never change, and every start makes them again from the model's folder.
+        """
         self.copies[name] = self._copy(offload)
+        if fixed:
+            self.fixed.add(name)
 
     def remember(self, name: str, most: int) -> None:
         """The weights as they are now draw samples that will be learned from later; `most` such policies are kept."""
@@ -80,7 +86,8 @@ class Policies:
         get_torch_device().synchronize()
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        return self.copies
+        """What a checkpoint has to hold."""
+        return {name: copy for name, copy in self.copies.items() if name not in self.fixed}
 
     def load_state_dict(self, copies: dict[str, dict[str, torch.Tensor]]) -> None:
         for name, tensors in copies.items():

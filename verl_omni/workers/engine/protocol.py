@@ -86,7 +86,7 @@ class TrainingEngine(BaseEngine, ABC):
         """Forget gathered weights: what a rank holds is about to be read or written."""
 
     def begin_micro_batch(self, last: bool) -> None:
-        """Gradients are summed over ranks in the last micro-batch's backward only."""
+        """Gradients are summed over ranks in the last micro-batch's backward, those that are large in every one's."""
 
     def sum_of_shards(self, squares: torch.Tensor) -> torch.Tensor:
         """Of all ranks that hold a share of the same weights."""

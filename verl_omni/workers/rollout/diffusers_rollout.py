@@ -37,11 +37,21 @@ class DiffusersRollout(Drawer, BatchedRollout):
         autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
         prompt_cache_size: int = 4096,
         decode_batch_size: int = 16,
+        prompt_cache_megabytes: int = 8192,
     ):
         pipe = DiffusionModelBase.get_class(model_config).load_pipeline(model_config, device, dtype)
         parts = equal_parts(config.max_num_seqs, decode_batch_size)
         Drawer.__init__(
-            self, model_config, pipe, module, device, autocast, config.cfg_in_one_forward, prompt_cache_size, parts
+            self,
+            model_config,
+            pipe,
+            module,
+            device,
+            autocast,
+            config.cfg_in_one_forward,
+            prompt_cache_size,
+            parts,
+            prompt_cache_megabytes,
         )
         BatchedRollout.__init__(self, config, model_config)
         speed_up_single_frames(pipe.vae)

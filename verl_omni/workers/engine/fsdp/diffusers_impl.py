@@ -57,8 +57,9 @@ class DiffusersFSDPEngine(DiffusionEngine):
             module.reshard()
 
     def begin_micro_batch(self, last: bool) -> None:
+        """A gradient that waits for the last backward is held whole, which only that of a LoRA is small enough for."""
         for module in self._shards:
-            module.set_requires_gradient_sync(last, recurse=False)
+            module.set_requires_gradient_sync(last or self.model_config.lora_rank == 0, recurse=False)
             module.set_is_last_backward(last)
 
     def sum_of_shards(self, squares: torch.Tensor) -> torch.Tensor:

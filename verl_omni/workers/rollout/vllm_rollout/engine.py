@@ -39,6 +39,7 @@ class VllmOmniRollout(BatchedRollout):
         compiled: bool,
         prompt_cache_size: int = 4096,
         decode_batch_size: int = 16,
+        prompt_cache_megabytes: int = 8192,
     ):
         super().__init__(config, model_config)
         self.engine = build_engine(config, model_config, dtype, compiled)
@@ -54,6 +55,7 @@ class VllmOmniRollout(BatchedRollout):
             config.cfg_in_one_forward,
             prompt_cache_size,
             equal_parts(config.max_num_seqs, decode_batch_size),
+            prompt_cache_megabytes,
         )
         if config.vae_tiling:
             pipeline.vae.enable_tiling()
