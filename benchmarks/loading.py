@@ -65,10 +65,10 @@ def rank_main(rank: int, ranks: int, model: str, way: str, out: str) -> None:
     lora_rank, settings = WAYS[way]
     config = DiffusionModelConfig(path=model, lora_rank=lora_rank)
     engine = DiffusersFSDPEngine(config, FSDPConfig(**settings), OptimizerConfig(), CheckpointConfig())
-    engine.adapter.build_module(config, torch.bfloat16)  # imports what building needs
+    blocks = repeated_blocks(engine.adapter.build_module(config, engine.model_dtype))
+    block = max(sum(p.numel() * p.element_size() for p in b.parameters()) for b in blocks)
     peak = peak_of(engine.initialize)
     held = [p.to_local() if hasattr(p, "to_local") else p for p in engine.module.parameters()]
-    block = max(sum(p.numel() * p.element_size() for p in b.parameters()) for b in repeated_blocks(engine.module))
     Path(out, f"{rank}.json").write_text(json.dumps([peak, sum(p.nbytes for p in held), block]))
     dist.barrier()
     dist.destroy_process_group()
