@@ -1,4 +1,4 @@
-"""An engine that is one folder outside the package trains a whole run, on ranks that share their rows."""
+"""Ranks that share their rows train as one: an engine outside the package, and ours, which shares the tokens too."""
 
 import shutil
 from pathlib import Path
@@ -19,14 +19,19 @@ def run(folder: Path, *more: str) -> dict[int, dict[str, float]]:
 
 
 def test_ranks_that_share_their_rows_train_as_one(tmp_path):
-    alone, shared = tmp_path / "alone", tmp_path / "shared"
-    for folder in (alone, shared):
+    alone, shared, tokens = tmp_path / "alone", tmp_path / "shared", tmp_path / "tokens"
+    for folder in (alone, shared, tokens):
         folder.mkdir()
         shutil.copytree(ROOT / "tests/documented/toy_engine", folder / "toy_engine")
     toy = ["actor_rollout_ref.model.external_lib=toy_engine", "actor_rollout_ref.actor.strategy=toy"]
+    ulysses = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"
     one, two = run(alone), run(shared, *toy, "trainer.n_gpus_per_node=2")
-    assert list(one) == list(two) == [1, 2]
+    three = run(tokens, ulysses, "trainer.n_gpus_per_node=2")
+    assert list(one) == list(two) == list(three) == [1, 2]
     for step in one:
         for name in COUNTED:
-            assert two[step][name] == pytest.approx(one[step][name], rel=1e-3, abs=1e-6), (step, name)
+            expected = pytest.approx(one[step][name], rel=1e-3, abs=1e-6)
+            assert two[step][name] == expected and three[step][name] == expected, (step, name)
     assert two[1]["actor/first_ratio_max_dev"] <= 1e-6
+    # Attention over shares of the tokens rounds differently: training compares with log-probabilities of its own.
+    assert three[1]["actor/first_ratio_max_dev"] == 0.0 and three[1]["actor/old_log_probs_from_train"] == 1.0

@@ -377,6 +377,7 @@ def test_any_port_with_or_without_a_token_passes(tmp_path):
 
 # ---- what only a worker would find ---------------------------------------------------------------------
 
+ULYSSES = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
 LORA = f"{MODEL}.lora_rank=4"
 
 

@@ -85,7 +85,9 @@ class EngineConfig:
         choices=DTYPES,
         refused=NOT_DTYPES,
     )
-    use_torch_compile: bool | None = knob(None, "compile the transformer blocks; null: on a GPU", may_change=True)
+    use_torch_compile: bool | None = knob(
+        None, "compile the transformer blocks; null: on a GPU, unless ranks share samples", may_change=True
+    )
     compile_ahead: bool | None = knob(
         None,
         "compile the update in other processes while the first rollout runs; null: on a GPU, with one rank",
@@ -124,6 +126,13 @@ class FSDPConfig:
 
     fsdp_size: int = knob(
         -1, "ranks in one shard group; -1: all", least=1, most=MOST_NODES, also=(-1,), may_change=True
+    )
+    ulysses_sequence_parallel_size: int = knob(
+        1,
+        "ranks that share the tokens of each sample, for long videos and large images",
+        least=1,
+        most=MOST_NODES,
+        may_change=True,
     )
     reshard_after_forward: bool = knob(True, "free gathered weights after each block", may_change=True)
     dtype: Any = moved(f"{ENGINE}.dtype")

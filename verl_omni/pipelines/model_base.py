@@ -8,6 +8,7 @@ flow-matching models share; a new model overrides what differs.
 
 import dataclasses
 import inspect
+import math
 from typing import Any, ClassVar
 
 import torch
@@ -124,6 +125,11 @@ class DiffusionModelBase:
         """Height and width in latent tokens."""
         step = cls.size_multiple * cls.vae_scale_factor(model_config)
         return model_config.pipeline.height // step, model_config.pipeline.width // step
+
+    @classmethod
+    def tokens(cls, model_config: DiffusionModelConfig) -> int:
+        """Of a sample, in the transformer."""
+        return math.prod(cls.grid(model_config))
 
     # ---- training and rollout ------------------------------------------------------------------------
 

@@ -45,6 +45,11 @@ class Wan(DiffusionModelBase):
         return 81 if model_config.pipeline.num_frames is None else model_config.pipeline.num_frames
 
     @classmethod
+    def tokens(cls, model_config: DiffusionModelConfig) -> int:
+        step = read_component_config(model_config.path, "vae")["scale_factor_temporal"]
+        return ((cls.num_frames(model_config) - 1) // step + 1) * super().tokens(model_config)
+
+    @classmethod
     def cfg_scale(cls, model_config: DiffusionModelConfig) -> float:
         scale = model_config.pipeline.guidance_scale
         return 5.0 if scale is None else scale

@@ -24,6 +24,7 @@ def same_arithmetic(settings: DiffusionTrainerConfig) -> bool:
         compiled=on_gpu(training.use_torch_compile, device),
         folded=lora and arr.hybrid_engine and on_gpu(training.fold_lora, device),  # on a GPU: if there is room
     )
+    alike = alike and arr.actor.fsdp_config.ulysses_sequence_parallel_size == 1
     return alike and engine_class(arr.rollout.name).same_arithmetic
 
 

@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 
-from verl_omni.config import DiffusionModelConfig, DiffusionRolloutConfig, EngineConfig, OptimizerConfig
+from verl_omni.config import (
+    DiffusionActorConfig,
+    DiffusionModelConfig,
+    DiffusionRolloutConfig,
+    EngineConfig,
+    OptimizerConfig,
+)
 from verl_omni.config.schema import DiffusionTrainerConfig, TrainerConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.utils import read_component_config, read_index
@@ -20,6 +26,7 @@ from verl_omni.utils.suggest import unknown
 OPTIM, ENGINE, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor.optim", "actor.engine", "model"))
 # What peft can put an adapter on.
 ADAPTABLE = (torch.nn.Linear, torch.nn.Embedding, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
+SIZES = ("height", "width", "num_frames")
 # The package of a tracker, where it is not called like the tracker or is none of ours.
 PACKAGES = {"console": None, "jsonl": None, "file": None, "vemlp_wandb": "volcengine_ml_platform"}
 
@@ -48,6 +55,8 @@ def check_workers(settings: DiffusionTrainerConfig) -> None:
     if settings.algorithm.sample_source == "online":
         check_engine_arguments(arr.rollout)
     check_model(arr.model, arr.actor.engine)
+    if arr.actor.fsdp_config.ulysses_sequence_parallel_size > 1:
+        check_shared_sequence(arr.model, arr.actor)
 
 
 def check_trackers(trainer: TrainerConfig) -> None:
@@ -138,6 +147,25 @@ def empty_modules(model: DiffusionModelConfig) -> list[torch.nn.Module]:
             with torch.device("meta"):
                 parts.append(cls.from_config(dict(config)))
     return parts
+
+
+def check_shared_sequence(model: DiffusionModelConfig, actor: DiffusionActorConfig) -> None:
+    """diffusers can cut the model's samples into equal shares, and its attention heads too."""
+    ranks = actor.fsdp_config.ulysses_sequence_parallel_size
+    where = f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={ranks}"
+    if actor.engine.use_torch_compile:
+        raise ValueError(f"{ENGINE}.use_torch_compile=true does not go with {where}: leave it null")
+    for part in empty_modules(model):
+        if getattr(part, "_cp_plan", None) is None:
+            raise ValueError(f"{where}: diffusers has no plan for the tokens of {type(part).__name__}; set it to 1")
+        if part.config.num_attention_heads % ranks:
+            heads = part.config.num_attention_heads
+            raise ValueError(f"{where} does not divide the {heads} attention heads of {type(part).__name__}")
+    adapter = DiffusionModelBase.get_class(model)
+    if (tokens := adapter.tokens(model)) % ranks:
+        size = {k: v for k, v in dataclasses.asdict(model.pipeline).items() if k in SIZES and v is not None}
+        said = " ".join(f"{name}={value}" for name, value in size.items())
+        raise ValueError(f"{where} does not divide the {tokens} tokens of a sample of {said}: choose another size")
 
 
 def check_targets(targets: Any, part: torch.nn.Module) -> None:

@@ -26,12 +26,12 @@ class EmbeddedRollouts:
     """The engine of each training worker, on the weights that are trained.
 
     A sample whose rank is known beforehand is drawn by the rank that will train on it, and its trajectory stays there,
-    unless others train on it as well.
+    unless others train on it as well: then any rank draws it, so that all have something to do.
     """
 
     def __init__(self, actor_wg: Any, layout: Layout):
         self.actor_wg, self.layout = actor_wg, layout
-        self.servers = [actor_wg.workers[rank] for rank in layout.speakers]
+        self.servers = list(actor_wg.workers)
 
     def begin(self, policy: str, version: int) -> None:
         self.actor_wg.start_rollout(policy, version)
@@ -41,8 +41,8 @@ class EmbeddedRollouts:
 
     def places(self, ranks: list[int] | None, samples: int) -> tuple[list[int], bool]:
         """(the server of each sample, whether trajectories have to travel); `ranks` are those that will train."""
-        if ranks is not None:
-            return ranks, self.layout.sequence > 1
+        if ranks is not None and self.layout.sequence == 1:
+            return ranks, False
         return in_turn(samples, len(self.servers)), len(self.servers) > 1
 
     def loading(self) -> list[Any]:

@@ -86,7 +86,7 @@ class DiffusionEngine(Passes):
             print(f"Attention: {attention or 'native'} ({why}).", flush=True)
         self.module, self.parts = build_module(self.model_config, self.common.seed, self.model_dtype, attention)
         self.host = HostMemory()
-        self.compiled = on_gpu(self.common.use_torch_compile, self.device)
+        self.compiled = on_gpu(self.common.use_torch_compile, self.device) and not self.shares_samples
         if self.compiled:
             if on_gpu(self.common.compile_ahead, self.device) and not self.layout.is_spread:
                 mixed = self.dtype if self.dtype != torch.float32 else None

@@ -72,6 +72,11 @@ class TrainingEngine(BaseEngine, ABC):
         """How so many ranks are divided, or one line that says why they cannot be. The driver asks it too."""
         raise NotImplementedError
 
+    @property
+    def shares_samples(self) -> bool:
+        """Whether several ranks compute one sample together."""
+        return False
+
     def spread(self) -> None:
         """Lay the parts over the ranks, as `layout` says. Their weights are on the meta device, to be filled after."""
         raise NotImplementedError

@@ -27,27 +27,52 @@ class DiffusersFSDPEngine(DiffusionEngine):
     @classmethod
     def lay_out(cls, engine_config: FSDPConfig, world: int) -> Layout:
         size = world if engine_config.fsdp_size == -1 else engine_config.fsdp_size
+        sequence = engine_config.ulysses_sequence_parallel_size
         if world % size:
             raise ValueError(
                 f"actor_rollout_ref.actor.fsdp_config.fsdp_size={size} does not divide the {world} ranks "
                 "(trainer.nnodes * n_gpus_per_node)"
             )
-        return Layout(replicate=world // size, shard=size)
+        if size % sequence:
+            raise ValueError(
+                f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={sequence} does not divide the "
+                f"{size} ranks that share the weights (fsdp_size, or trainer.nnodes * n_gpus_per_node)"
+            )
+        return Layout(replicate=world // size, shard=size // sequence, sequence=sequence)
+
+    @property
+    def shares_samples(self) -> bool:
+        return self.engine_config.ulysses_sequence_parallel_size > 1
 
     def spread(self) -> None:
         self.mesh = self.layout.weights(self.device.type)
         shard(self.parts, self.mesh, self.engine_config, self.dtype)
+        if self.shares_samples:
+            from verl_omni.workers.engine.sequence import SharedSequence  # the driver has no use for diffusers' hooks
+
+            self.sequence = SharedSequence(self.parts.values(), self.layout, self.device.type)
+            for module in self._shards:  # the mean over samples of the sum over the ranks that share one
+                module.set_gradient_divide_factor(self.layout.data)
+                module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
 
     @property
     def _shards(self) -> list[FSDPModule]:
         return [m for part in self.parts.values() for m in part.modules() if isinstance(m, FSDPModule)]
 
+    @property
+    def rounds_like_rollout(self) -> bool:
+        return super().rounds_like_rollout and not self.shares_samples
+
     def gather(self) -> None:
+        if self.shares_samples:  # to draw, each rank takes samples of its own: nobody waits
+            self.sequence.pause()
         for module in self._shards:
             module.set_reshard_after_forward(False, recurse=False)
             module.unshard()
 
     def release(self) -> None:
+        if self.shares_samples:
+            self.sequence.go_on()
         for module in self._shards:
             module.set_reshard_after_forward(self.engine_config.reshard_after_forward, recurse=False)
         self.settle()

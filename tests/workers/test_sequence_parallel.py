@@ -1,0 +1,110 @@
+"""Ranks that share the tokens of each sample train as one rank does, whatever the architecture."""
+
+import contextlib
+import dataclasses
+import queue
+
+import pytest
+import test_architectures as architectures
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from ranks import ready_to_fork
+from test_two_ranks import whole
+from tiny_models import tiny_checkpoint
+
+from verl_omni.config import CheckpointConfig, FSDPConfig, OptimizerConfig
+from verl_omni.workers.engine.fsdp.diffusers_impl import PPODiffusersFSDPEngine
+
+ROWS = {row.name: row for row in architectures.TABLE}
+# Qwen-Image's prompts are of several lengths, some of them odd: with padding that nobody may attend to.
+SHARED = [
+    "QwenImagePipeline", "QwenImageEditPlusPipeline", "FluxPipeline", "Flux2Pipeline", "Flux2KleinPipeline",
+    "WanPipeline", "WanPipeline-2.2",
+]  # fmt: skip
+
+
+def two_updates(
+    name: str, ranks: int = 1, rank: int = 0, data_ranks: int = 1, samples: int = 3, **model
+) -> dict[str, torch.Tensor]:
+    """Gradient norms, log-probabilities before and after, and the weights, of updates on samples drawn here."""
+    row = ROWS[name]
+    model_config = dataclasses.replace(architectures.config(row, cfg=True, noise=0.7), **model)
+    engine = PPODiffusersFSDPEngine(
+        model_config,
+        FSDPConfig(ulysses_sequence_parallel_size=ranks),
+        OptimizerConfig(optimizer="SGD", betas=(0.9, 0.999), lr=0.01, clip_grad=0.0),
+        CheckpointConfig(),
+    )
+    engine.initialize()
+    rollout = architectures.rollout(engine.model_config, engine.module)
+    with engine.whole():
+        outputs = architectures.generate(row, rollout, [*architectures.PROMPTS, "a dog"])[:samples]
+    mine = slice(rank // ranks, None, data_ranks)
+    data = {key: value[mine] for key, value in architectures.as_batch(outputs).items()}
+    found = {"before": log_probs(engine, data)}
+    with engine.train_mode():
+        norms = [engine.train_batch(data, architectures.mean_log_prob)["metrics"]["grad_norm"] for _ in range(2)]
+    return found | {
+        "norms": torch.tensor(norms, dtype=torch.float64),
+        "after": log_probs(engine, data),
+        "weights": torch.cat([whole(p).flatten() for p in engine.parameters.values()]),
+    }
+
+
+def log_probs(engine: PPODiffusersFSDPEngine, data: dict[str, torch.Tensor]) -> torch.Tensor:
+    with engine.eval_mode():
+        return engine.infer_batch(data)["model_output"]["log_probs"]
+
+
+def one_of(rank: int, world: int, store: str, names: list[str], model: dict, results: mp.Queue) -> None:
+    architectures.shrink_references()
+    for name in names:
+        tiny_checkpoint(name)  # before there are ranks: transformers since 5.15 writes a model on the first one only
+    dist.init_process_group("gloo", rank=rank, world_size=world, init_method=f"file://{store}")
+    found = {name: two_updates(name, ranks=2, rank=rank, data_ranks=world // 2, **model) for name in names}
+    results.put((rank, {name: {k: v.tolist() for k, v in f.items()} for name, f in found.items()}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def on_ranks(world: int, store: str, names: list[str], model: dict | None = None) -> list[dict]:
+    context = ready_to_fork()
+    results = context.Queue()
+    args = (world, store, names, model or {}, results)
+    ranks = [context.Process(target=one_of, args=(rank, *args), daemon=True) for rank in range(world)]
+    for rank in ranks:
+        rank.start()
+    found = {}
+    while len(found) < world:
+        with contextlib.suppress(queue.Empty):
+            found.update([results.get(timeout=1)])
+        assert all(rank.exitcode in (None, 0) for rank in ranks), "a rank has failed: see above"
+    for rank in ranks:
+        rank.join()
+    return [found[rank] for rank in range(world)]
+
+
+def test_two_ranks_share_each_sample(tmp_path):
+    architectures.shrink_references()
+    shared = on_ranks(2, str(tmp_path / "store"), SHARED)
+    for name in SHARED:
+        alone = two_updates(name)
+        assert alone["norms"].min() > 1e-3 and (alone["after"] - alone["before"]).abs().max() > 1e-4
+        for found in (rank[name] for rank in shared):
+            for key, value in alone.items():
+                torch.testing.assert_close(torch.tensor(found[key], dtype=value.dtype), value, rtol=1e-4, atol=1e-5)
+
+
+def test_two_groups_of_two_ranks_with_lora(tmp_path):
+    lora = {"lora_rank": 4, "lora_alpha": 8, "samples": 2}
+    shared = on_ranks(4, str(tmp_path / "store"), ["QwenImagePipeline"], lora)
+    alone = two_updates("QwenImagePipeline", **lora)
+    for rank, found in enumerate(shared):
+        found = found["QwenImagePipeline"]
+        for key in ("norms", "weights"):
+            torch.testing.assert_close(
+                torch.tensor(found[key], dtype=alone[key].dtype), alone[key], rtol=1e-4, atol=1e-5
+            )
+        mine = alone["after"].reshape(2, -1)[rank // 2 :: 2].flatten()
+        assert found["after"] == pytest.approx(mine.tolist(), abs=1e-5)

@@ -1,0 +1,121 @@
+"""Sequence parallelism: the ranks beside each other share a sample's tokens, and exchange heads for attention.
+
+That is diffusers' own context parallelism, Ulysses' way. Ring attention is left out: before diffusers 0.40 its gradients
+are wrong (huggingface/diffusers#14274).
+"""
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers import ContextParallelConfig
+from diffusers.hooks.context_parallel import apply_context_parallel, remove_context_parallel
+from torch.distributed.device_mesh import init_device_mesh
+
+from verl_omni.workers.layout import Layout
+
+
+class SharedSequence:
+    """The transformers' forward on shares of the tokens. All ranks of a group put the same in, and get the same out.
+
+    Each rank's gradient is that of its own tokens: the group's sum is the gradient of the sample.
+    """
+
+    def __init__(self, parts: Iterable[torch.nn.Module], layout: Layout, device_type: str):
+        self.parts, self.ranks, self.on = list(parts), layout.sequence, True
+        mesh = init_device_mesh(
+            device_type, (layout.data, 1, self.ranks), mesh_dim_names=("data", "ring", "ulysses")
+        )["ring", "ulysses"]
+        for part in self.parts:
+            with _silent("diffusers.models.modeling_utils"):  # it calls its interface experimental, on every rank
+                part.enable_parallelism(config=ContextParallelConfig(ulysses_degree=self.ranks, mesh=mesh))
+            part.register_forward_pre_hook(self._make_even, with_kwargs=True)
+            for attention in self._attentions(part):
+                attention.register_forward_pre_hook(self._order_mask, with_kwargs=True)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, every rank computes whole samples of its own."""
+        self.pause()
+        try:
+            yield
+        finally:
+            self.go_on()
+
+    def pause(self) -> None:
+        self.on = False
+        for part in self.parts:
+            remove_context_parallel(part, part._cp_plan)
+            self._configure(part, None)
+
+    def go_on(self) -> None:
+        self.on = True
+        for part in self.parts:
+            apply_context_parallel(part, part._parallel_config.context_parallel_config, part._cp_plan)
+            self._configure(part, part._parallel_config)
+
+    @staticmethod
+    def _attentions(part: torch.nn.Module) -> list[torch.nn.Module]:
+        return [m for m in part.modules() if hasattr(getattr(m, "processor", None), "_parallel_config")]
+
+    def _configure(self, part: torch.nn.Module, config: Any) -> None:
+        for attention in self._attentions(part):
+            attention.processor._parallel_config = config
+
+    def _make_even(self, part: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Shares are equal. A prompt has any number of tokens: what is added, nobody attends to."""
+        if not self.on:
+            return args, kwargs
+        self._check(part, kwargs["hidden_states"])
+        for name, split in part._cp_plan.get("", {}).items():
+            # FLUX.2 takes ids (tokens, axes) and (rows, tokens, axes), its plan the latter alone.
+            if split.expected_dims == 3 and name in kwargs and kwargs[name].dim() == 2:
+                kwargs = kwargs | {name: kwargs[name][None]}
+        text = kwargs["encoder_hidden_states"]
+        missing = -text.shape[1] % self.ranks
+        if not missing or not any("encoder_hidden_states" in splits for splits in part._cp_plan.values()):
+            return args, kwargs
+        if "encoder_hidden_states_mask" not in kwargs:
+            raise ValueError(
+                f"prompts of {text.shape[1]} tokens cannot be shared equally by {self.ranks} ranks: set "
+                f"actor_rollout_ref.rollout.pipeline.max_sequence_length to a multiple of {self.ranks}"
+            )
+        mask = kwargs["encoder_hidden_states_mask"]
+        if mask is None:
+            mask = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device)
+        padded = {"encoder_hidden_states": F.pad(text, (0, 0, 0, missing))}
+        return args, kwargs | padded | {"encoder_hidden_states_mask": F.pad(mask, (0, missing))}
+
+    def _check(self, part: torch.nn.Module, latents: torch.Tensor) -> None:
+        patches = math.prod(part.config.patch_size) if latents.dim() == 5 else 1
+        tokens = math.prod(latents.shape[2:]) // patches if latents.dim() == 5 else latents.shape[1]
+        if tokens % self.ranks:
+            raise ValueError(
+                f"a sample of {tokens} tokens cannot be shared equally by {self.ranks} ranks "
+                "(actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size): choose another height, width or "
+                "number of frames"
+            )
+
+    def _order_mask(self, attention: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """The mask has all of the text before the image; tokens come rank by rank, each with its text and its image."""
+        mask = kwargs.get("attention_mask")
+        if not self.on or mask is None:
+            return args, kwargs
+        text = kwargs["encoder_hidden_states"].shape[1] * self.ranks
+        shares = zip(mask[..., :text].chunk(self.ranks, -1), mask[..., text:].chunk(self.ranks, -1), strict=True)
+        return args, kwargs | {"attention_mask": torch.cat([piece for share in shares for piece in share], dim=-1)}
+
+
+@contextlib.contextmanager
+def _silent(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
