@@ -1,7 +1,7 @@
 """Sequence parallelism: the ranks beside each other share a sample's tokens, and exchange heads for attention.
 
-That is diffusers' own context parallelism, Ulysses' way. Ring attention is left out: before diffusers 0.40 its gradients
-are wrong (huggingface/diffusers#14274).
+That is diffusers' own context parallelism, Ulysses' way. Ring attention is left out: its gradients are wrong before
+diffusers 0.40 (huggingface/diffusers#14274).
 """
 
 import contextlib
