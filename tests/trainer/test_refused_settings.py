@@ -385,6 +385,12 @@ LORA = f"{MODEL}.lora_rank=4"
     ("overrides", "said"),
     [
         ([f"{ACTOR}.fsdp_config.fsdp_size=3", "trainer.n_gpus_per_node=4"], "fsdp_size=3 does not divide the 4 ranks"),
+        ([f"{ULYSSES}=2"], "ulysses_sequence_parallel_size=2 does not divide the 1 ranks that share the weights"),
+        ([f"{ULYSSES}=3", "trainer.n_gpus_per_node=3"], "does not divide the 2 attention heads of QwenImageTransf"),
+        (
+            [f"{ULYSSES}=2", "trainer.n_gpus_per_node=2", f"{ACTOR}.engine.use_torch_compile=true"],
+            "use_torch_compile=true does not go with actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel",
+        ),
         ([f"{ACTOR}.engine.fold_lora=true"], "fold_lora=true does nothing without LoRA"),
         ([f"{ACTOR}.engine.compile_ahead=true", "trainer.n_gpus_per_node=2"], "does nothing over the 2 ranks"),
         ([LORA, f"{MODEL}.target_modules=[to_q,to_qq]"], 'target_modules "to_qq": did you mean "to_q"'),

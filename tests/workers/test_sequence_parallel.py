@@ -13,8 +13,10 @@ from ranks import ready_to_fork
 from test_two_ranks import whole
 from tiny_models import tiny_checkpoint
 
-from verl_omni.config import CheckpointConfig, FSDPConfig, OptimizerConfig
+from verl_omni.config import CheckpointConfig, DiffusionActorConfig, FSDPConfig, OptimizerConfig
+from verl_omni.trainer.checks.workers import check_shared_sequence
 from verl_omni.workers.engine.fsdp.diffusers_impl import PPODiffusersFSDPEngine
+from verl_omni.workers.engine.sequence import SharedSequence
 
 ROWS = {row.name: row for row in architectures.TABLE}
 # Qwen-Image's prompts are of several lengths, some of them odd: with padding that nobody may attend to.
@@ -108,3 +110,29 @@ def test_two_groups_of_two_ranks_with_lora(tmp_path):
             )
         mine = alone["after"].reshape(2, -1)[rank // 2 :: 2].flatten()
         assert found["after"] == pytest.approx(mine.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "said"),
+    [
+        ("StableDiffusion3Pipeline", {}, "diffusers has no plan for the tokens of SD3Transformer2DModel; set it to 1"),
+        ("ZImagePipeline", {}, "diffusers has no plan for the tokens of ZImageTransformer2DModel"),
+        ("FluxPipeline", {"height": 48, "width": 48}, "does not divide the 9 tokens of a sample of height=48 width=48"),
+        ("WanPipeline", {"height": 48, "width": 48, "num_frames": 9}, "does not divide the 27 tokens of a sample of"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(name, size, said):
+    model_config = architectures.config(ROWS[name], cfg=True, noise=0.7)
+    model_config.pipeline = dataclasses.replace(model_config.pipeline, **size)
+    actor = DiffusionActorConfig()
+    actor.fsdp_config.ulysses_sequence_parallel_size = 2
+    with pytest.raises(ValueError, match=said):
+        check_shared_sequence(model_config, actor)
+
+
+def test_a_sample_of_an_odd_number_of_tokens_is_refused_in_words():
+    """Whatever comes along in a data row, or with a picture to edit."""
+    shared = SharedSequence.__new__(SharedSequence)
+    shared.ranks = 2
+    with pytest.raises(ValueError, match="a sample of 9 tokens cannot be shared equally by 2 ranks"):
+        shared._check(torch.nn.Identity(), torch.zeros(1, 9, 4))

@@ -270,17 +270,12 @@ def _check_reads(where: str, pipeline: DiffusionPipelineConfig, adapter: type[Di
 
 
 def _check_numbers(settings: DiffusionTrainerConfig) -> None:
-    arr, ranks = settings.actor_rollout_ref, settings.trainer.nnodes * settings.trainer.n_gpus_per_node
+    arr = settings.actor_rollout_ref
     prompts, mini, n = settings.data.train_batch_size, arr.actor.ppo_mini_batch_size, arr.rollout.n
     if prompts % mini:
         raise ValueError(
             f"data.train_batch_size={prompts} is no multiple of actor_rollout_ref.actor.ppo_mini_batch_size={mini}: "
             "every optimizer step takes so many prompts"
-        )
-    if settings.algorithm.sample_source == "online" and (mini * n) % ranks:
-        raise ValueError(
-            f"actor_rollout_ref.actor.ppo_mini_batch_size * actor_rollout_ref.rollout.n = {mini} * {n} images do not "
-            f"divide among {ranks} devices"
         )
     if settings.algorithm.trainer_type == "policy_gradient":
         check_window(arr.rollout.algo, DiffusionModelBase.get_class(arr.model).num_steps(arr.model))

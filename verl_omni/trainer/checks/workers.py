@@ -39,7 +39,15 @@ def check_workers(settings: DiffusionTrainerConfig) -> None:
     check_folder(trainer)
     check_optimizer(arr.actor.optim)
     servers = not arr.hybrid_engine
-    ranks = layout_of(settings).world  # the engine refuses ranks that it cannot divide
+    layout = layout_of(settings)  # the engine refuses ranks that it cannot divide
+    ranks = layout.world
+    mini, n = arr.actor.ppo_mini_batch_size, arr.rollout.n
+    if settings.algorithm.sample_source == "online" and (mini * n) % layout.data:
+        shared = f" of {layout.sequence} devices each" if layout.sequence > 1 else ""
+        raise ValueError(
+            f"actor_rollout_ref.actor.ppo_mini_batch_size * actor_rollout_ref.rollout.n = {mini} * {n} images do not "
+            f"divide among {layout.data} {'groups' if shared else 'devices'}{shared}"
+        )
     idle = {
         "fold_lora": {
             "without LoRA (model.lora_rank=0)": arr.model.lora_rank == 0,
