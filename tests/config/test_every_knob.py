@@ -49,7 +49,7 @@ OWNERS = {
     f"{ARR}.ref": {"ref", "ref_config"},
     "algorithm": {"algorithm", "forward_process.py:algo", "policy_gradient_trainer.py:config", "advantages.py:config"},
     "reward": {"reward"},
-    "reward.custom_reward_function": {"reward_loop.py:custom"},
+    "reward.custom_reward_function": {"reward_loop.py:custom", "reward_function.py:custom"},
     "reward.reward_model": {"reward_model", "placement.py:judge", "judge.py:config"},
     "reward.reward_manager": {"reward.py:reward_manager_cfg"},
     "reward.reward_manager.module": {"reward.py:module_cfg"},

@@ -27,7 +27,7 @@ from verl_omni.agent_loop.sample_engine import SampleEngine
 from verl_omni.agent_loop.scored_batch import ScoredBatch
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.data.open_images import open_images
-from verl_omni.data.prompt_dataset import SIZES
+from verl_omni.data.prompt_rows import SIZES
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.rewards.choice import OWN, read_choices, rewards_of
 from verl_omni.rewards.reward_function import RewardError

@@ -19,8 +19,8 @@ from verl_omni.algorithms.registry import fill_nulls
 from verl_omni.config import DiffusionModelConfig, DiffusionPipelineConfig
 from verl_omni.data.offline_pairs import FORMAT, MANIFEST, OfflinePairDataset, model_fingerprint
 from verl_omni.data.pair_options import parser
-from verl_omni.data.prompt_dataset import user_text
 from verl_omni.data.prompt_files import read_file
+from verl_omni.data.prompt_rows import user_text
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.model_folder import check_model_folder
 from verl_omni.utils.json_files import read_object

@@ -9,7 +9,6 @@ as good); optional are ``negative_prompt``, ``images``, ``agent_name``, ``extra_
 A prompt is the user's text alone: the model's own template is added by its adapter.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,10 @@ from torch.utils.data import Dataset
 
 from verl_omni.data.open_images import check_images
 from verl_omni.data.prompt_files import read_files
+from verl_omni.data.prompt_rows import SIZES, as_sample, user_text, valid_text
 
-NO_SOURCE = "prompts"  # the data_source of rows that have none: in the names of metrics
-SIZES = ("height", "width", "num_frames")
-FIELDS = ("data_source", "reward_model", "negative_prompt", "images", "agent_name", "extra_info", *SIZES)
 FROM = ("data_source", "reward_model", "ground_truth")  # what a row's reward is chosen and told by
 MOST_LETTERS = 100_000  # of a prompt: no text encoder reads as many, and a tokenizer takes its time
-MESSAGES = '[{"role": "user", "content": "..."}]'
 
 
 class PromptDataset(Dataset):
@@ -81,46 +77,11 @@ class PromptDataset(Dataset):
         if not 0 <= index < self._length:
             raise IndexError(f"prompt {index} of {self._length}")
         row = self._rows[index]
-        prompt = row.pop(self.prompt_key)
-        others = {column: row.get(column) for column in self.columns if column not in (*FIELDS, self.prompt_key)}
         return {
-            **{column: row.get(column) for column in self.columns if column in FIELDS},
-            "data_source": row.get("data_source") or NO_SOURCE,
-            "reward_model": row.get("reward_model") or {"ground_truth": row.get("ground_truth")},
-            "prompt": user_text(prompt),
-            "raw_prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
-            "negative_prompt": user_text(row.get("negative_prompt") or ""),
-            "extra_info": others | (row.get("extra_info") or {}),
+            **as_sample(row, self.columns, self.prompt_key),
             "index": index,
             "dummy_tensor": torch.zeros(1, dtype=torch.uint8),  # verl's DataProto takes its length from a tensor
         }
-
-
-def user_text(prompt: str | list[dict]) -> str:
-    """The text of a plain prompt, or of the one user turn of a list of messages."""
-    if isinstance(prompt, str):
-        return _valid(prompt)
-    if not isinstance(prompt, list) or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt):
-        shown = json.dumps(prompt, ensure_ascii=False, default=str)
-        raise ValueError(f"a prompt is a text or a list of messages {MESSAGES}, not {shown[:80]}")
-    turns = [m["content"] for m in prompt if m["role"] == "user"]
-    if len(turns) != 1:
-        roles = ", ".join(str(m["role"]) for m in prompt) or "none"
-        raise ValueError(f"messages need one user turn {MESSAGES}; the roles here are: {roles}")
-    parts = [{"text": turns[0]}] if isinstance(turns[0], str) else turns[0]
-    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-        raise ValueError(f"the content of a message is a text or a list of parts, not {turns[0]!r}")
-    return _valid("".join(part.get("text") or "" for part in parts))
-
-
-def _valid(text: str) -> str:
-    """The text itself. JSON can write half a surrogate pair, which is no letter: no tokenizer or file takes it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half, where = text[error.start].encode("unicode_escape").decode(), f"letter {error.start + 1}"
-        raise ValueError(f"{where} is {half}, half of a surrogate pair and no valid text") from None
-    return text
 
 
 def _check(row: dict, prompt_key: str, where: str, columns: Sequence[str]) -> None:
@@ -155,7 +116,7 @@ def _check(row: dict, prompt_key: str, where: str, columns: Sequence[str]) -> No
     for name, value in (("data_source", row["data_source"]), ("ground_truth", reward["ground_truth"])):
         if isinstance(value, str):
             try:
-                _valid(value)
+                valid_text(value)
             except ValueError as error:
                 raise ValueError(f"{where}: {name}: {error}") from None
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import importlib.util
 import inspect
 import math
 import os
@@ -9,12 +10,11 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
-import torch
-
 from verl_omni.utils.errors import RunError
-from verl_omni.utils.pictures import as_pil
+from verl_omni.utils.secrets import revealed
 from verl_omni.utils.suggest import unknown
 from verl_omni.utils.time_limit import SECONDS, TookTooLong, time_limit
 
@@ -48,7 +48,7 @@ class RewardFunction:
     """`score(samples)` for a list of samples, whatever the function's own shape: one or many, sync or async.
 
     A sample is a dict with the keys of SINGLE. `solution_image` is a float tensor in [0, 1], C x H x W (a video
-    F x C x H x W); `image` is the same as a PIL image (a video: a list of them).
+    F x C x H x W); `image` is the same as a PIL image (a video: a list of them), made where a function asks for it.
     """
 
     def __init__(self, function: Callable, name: str, kwargs: dict[str, Any] | None = None):
@@ -71,26 +71,31 @@ class RewardFunction:
                 raise ValueError(f"reward function {name}: {unknown('reward_kwargs', n, self.wanted)}")
 
     @classmethod
+    def of(cls, custom: Any, timeout: float) -> "RewardFunction":
+        """That of `reward.custom_reward_function`."""
+        from omegaconf import OmegaConf
+
+        kwargs = revealed(OmegaConf.to_object(custom.reward_kwargs), "reward.custom_reward_function.reward_kwargs")
+        return cls.load(custom.path, custom.name, kwargs, timeout)
+
+    @classmethod
     def load(
         cls, path: str, name: str, kwargs: dict[str, Any] | None = None, timeout: float = SECONDS
     ) -> "RewardFunction":
         """From a Python file, which is imported within `timeout` seconds. Errors are one line in the user's words."""
-        from verl.utils.import_utils import load_module
-
         if not os.path.isfile(os.path.expanduser(path)) and not path.startswith("pkg://"):
             raise FileNotFoundError(f'reward.custom_reward_function.path="{path}": there is no such file')
         try:
             with time_limit(timeout):
-                module = load_module(os.path.expanduser(path))
+                module = _module(os.path.expanduser(path))
         except (Exception, SystemExit) as error:
-            cause = error.__cause__ or error
-            if isinstance(cause, TookTooLong):
+            if isinstance(error, TookTooLong):
                 raise ValueError(
                     f'reward.custom_reward_function.path="{path}" is still being imported after {timeout:g} s: '
                     "mend it, or raise reward.timeout"
                 ) from error
             raise ValueError(
-                f'reward.custom_reward_function.path="{path}" cannot be imported: {type(cause).__name__}: {cause}'
+                f'reward.custom_reward_function.path="{path}" cannot be imported: {type(error).__name__}: {error}'
             ) from error
         function = getattr(module, name, None)
         if not callable(function):
@@ -107,7 +112,7 @@ class RewardFunction:
         plural = {many: [s.get(one) for s in samples] for one, many in zip(SINGLE, BATCHED, strict=True)
                   if one not in ("image",)}  # fmt: skip
         if "images" in self.wanted or self.accepts_any:
-            plural["images"] = [as_pil(s["solution_image"]) for s in samples]
+            plural["images"] = [_picture(s) for s in samples]
         results = await self._call(plural, services or {}, samples[0])
         if hasattr(results, "tolist"):  # a tensor or an array
             results = results.tolist()
@@ -124,7 +129,7 @@ class RewardFunction:
     async def _one(self, sample: dict[str, Any], services: dict[str, Any]) -> dict[str, Any]:
         values = dict(sample)
         if "image" in self.wanted:
-            values["image"] = as_pil(sample["solution_image"])
+            values["image"] = _picture(sample)
         return self._checked(await self._call(values, services, sample), sample)
 
     async def _call(self, values: dict[str, Any], services: dict[str, Any], sample: dict[str, Any]) -> Any:
@@ -207,8 +212,8 @@ class RewardFunction:
     def _checked(self, result: Any, sample: dict[str, Any]) -> dict[str, Any]:
         answer = dict(result) if isinstance(result, dict) else {"score": result}
         score = answer.get("score")
-        if getattr(score, "size", None) == 1 or isinstance(score, torch.Tensor) and score.numel() == 1:
-            score = score.item()
+        if getattr(score, "size", None) == 1 or callable(getattr(score, "numel", None)) and score.numel() == 1:
+            score = score.item()  # of an array or a tensor
         if isinstance(score, int) and abs(score) > sys.float_info.max:
             score = "an integer beyond any float"
         if not isinstance(score, int | float) or not math.isfinite(score):
@@ -217,3 +222,21 @@ class RewardFunction:
                 f'under "score" (prompt: "{sample.get("prompt", "")}")'
             )
         return answer | {"score": float(score)}
+
+
+def _picture(sample: dict[str, Any]) -> Any:
+    from verl_omni.utils.pictures import as_pil
+
+    return sample["image"] if sample.get("image") is not None else as_pil(sample["solution_image"])
+
+
+def _module(path: str) -> ModuleType:
+    """A file, or pkg://module, as verl names them; not among sys.modules."""
+    if path.startswith("pkg://"):
+        return importlib.import_module(path.removeprefix("pkg://").replace("/", "."))
+    spec = importlib.util.spec_from_file_location(f"custom_module_{hash(os.path.abspath(path))}", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -17,7 +17,6 @@ from verl_omni.rewards.pool import Places, ScorerPool, start_pools
 from verl_omni.rewards.reward_function import RewardFunction
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.external_lib import import_external_lib
-from verl_omni.utils.secrets import revealed
 
 MOST_IMAGES = 100_000  # that wait for their scores at one worker
 
@@ -25,10 +24,7 @@ MOST_IMAGES = 100_000  # that wait for their scores at one worker
 def load_custom_reward_function(reward_config: DictConfig) -> RewardFunction | None:
     """The user's function, or None where the rewards of the data sources are to be used."""
     custom = reward_config.custom_reward_function
-    if not custom.path:
-        return None
-    kwargs = revealed(OmegaConf.to_object(custom.reward_kwargs), "reward.custom_reward_function.reward_kwargs")
-    return RewardFunction.load(custom.path, custom.name, kwargs, reward_config.timeout)
+    return RewardFunction.of(custom, reward_config.timeout) if custom.path else None
 
 
 class RewardLoopWorker(VerlRewardLoopWorker):

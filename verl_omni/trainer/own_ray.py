@@ -152,7 +152,9 @@ def _patience(daemons: Daemons, fixed_ports: bool) -> Iterator[dict[str, Any]]:
         stack.enter_context(swapped(services, "start_ray_process", start))
         stack.enter_context(swapped(services, "get_node", functools.partial(patient, get_node)))
         stack.enter_context(swapped(node, "wait_for_persisted_port", wait_for_port))
-        stack.enter_context(swapped(parameter, "RayParams", functools.partial(parameter.RayParams, **ports)))
+        # no_monitor: there are no other machines that could be added or given back
+        made = functools.partial(parameter.RayParams, **ports, no_monitor=True)
+        stack.enter_context(swapped(parameter, "RayParams", made))
         yield export
 
 

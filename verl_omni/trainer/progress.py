@@ -3,11 +3,11 @@
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, TextIO
 
 # The timers of a step, as a person would call them.
 WORDS = {
@@ -41,7 +41,18 @@ class Progress:
         return f"{self.stage} of step {self.step}" if self.step else self.stage
 
 
+# Until the first image is drawn a person waits for these, by the stage that the run is at.
+WAITED_FOR = {
+    "start of Ray": "starting Ray",
+    "loading of the model": "loading the model, starting the rewards",
+    "validation": "drawing the first images, for validation",
+    "rollout": "drawing the first images",
+}
+DRAWS = ("validation", "rollout")
+
 progress = Progress()
+_began: float | None = None  # when the command was typed, as long as it is to be said what it waits for
+_screen: Callable[[], TextIO] | None = None
 _watcher: int | None = None  # where the process that watches this one listens
 
 
@@ -54,8 +65,28 @@ def is_watched() -> bool:
     return _watcher is not None
 
 
+def say_what_is_waited_for(screen: Callable[[], TextIO]) -> None:
+    """With the seconds since now, from here on to the first image."""
+    global _began, _screen
+    _began, _screen = perf_counter(), screen
+
+
+def name_stage(stage: str, words: str) -> None:
+    """Say more of a stage than its name: how much is loaded."""
+    WAITED_FOR[stage] = words
+
+
+def _say(stage: str) -> None:
+    global _began
+    print(f"{perf_counter() - _began:5.1f} s  {WAITED_FOR[stage]}", file=_screen(), flush=True)
+    if stage in DRAWS:
+        _began = None
+
+
 def tell(**changes: Any) -> None:
     """Note where the run is now."""
+    if _began is not None and changes.get("stage") in WAITED_FOR and changes["stage"] != progress.stage:
+        _say(changes["stage"])
     for name, value in changes.items():
         setattr(progress, name, value)
     if _watcher is not None:

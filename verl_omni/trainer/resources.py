@@ -154,8 +154,10 @@ def ray_arguments(config: DictConfig) -> dict[str, Any]:
     cpus = config.ray.num_cpus or max(os.cpu_count() or 1, needed)
     place = {"_temp_dir": short} if (short := short_folder()) else {}
     # Ray's server would note every call, up to 100,000 of them: 0.1 MiB a step, which only a timeline has a use for.
-    notes = {} if config.ray.timeline_json_file else {"_system_config": {"task_events_report_interval_ms": 0}}
-    return arguments | {"num_cpus": cpus, "include_dashboard": False, **place, **notes}
+    notes = {} if config.ray.timeline_json_file else {"task_events_report_interval_ms": 0}
+    # Ray's processes of no environment that anybody here asks for: a second of a core each, while others start.
+    system = {"prestart_worker_first_driver": False, **notes}
+    return arguments | {"num_cpus": cpus, "include_dashboard": False, "_system_config": system, **place}
 
 
 def short_folder() -> str | None:

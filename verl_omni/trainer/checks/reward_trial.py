@@ -1,6 +1,7 @@
 """The user's reward function asked once, before Ray and the model start: a mistake in it is known in seconds.
 
 It is asked in a process of its own, which leaves nothing behind: no GPU memory in the driver, no state in the module.
+Where it takes pictures it is asked first of all, before torch and verl are imported, which take longer than all checks.
 """
 
 import asyncio
@@ -12,12 +13,12 @@ import signal
 import sys
 from typing import Any
 
-import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from verl_omni.rewards.reward_function import SERVICES, RewardError, RewardFunction
 from verl_omni.utils.errors import RunError
 
+SIDE = 512  # of an image whose size the model will choose
 LONGEST = 10.0  # seconds to wait; a reward that loads a model takes its time in the run
 # What no picture can be to blame for.
 MISTAKES = ("AttributeError", "ImportError", "ModuleNotFoundError", "NameError", "TypeError", "UnboundLocalError")
@@ -28,12 +29,12 @@ def try_reward(config: DictConfig, row: dict[str, Any]) -> str | None:
 
     A reward may well refuse a grey image that scores drawn ones, so that any other failure is only told of.
     """
-    from verl_omni.rewards.reward_loop import load_custom_reward_function
-
-    function = load_custom_reward_function(config.reward)
+    custom = config.reward.custom_reward_function
+    function = RewardFunction.of(custom, config.reward.timeout) if custom.path else None
     if function is None or set(function.wanted) & set(SERVICES):
         return None
-    failure = ask_elsewhere(function, [grey(config, row)] * (2 if function.batched else 1))
+    tensors = function.accepts_any or {"solution_image", "solution_images"} & set(function.wanted)
+    failure = ask_elsewhere(function, [grey(config, row, bool(tensors))] * (2 if function.batched else 1))
     if failure is None or "forked subprocess" in failure["said"]:  # CUDA cannot be used there: it was not asked
         return None
     said = f"{failure['said']} (asked for a grey image, before the run starts)"
@@ -43,13 +44,43 @@ def try_reward(config: DictConfig, row: dict[str, Any]) -> str | None:
     return f"{said}; if it fails for drawn images too, the run will end"
 
 
-def grey(config: DictConfig, row: dict[str, Any]) -> dict[str, Any]:
+def try_first(config: DictConfig) -> bool:
+    """The same with the first row and settings that nobody has checked yet; whether that was possible."""
+    from verl_omni.data.prompt_files import first_row
+    from verl_omni.data.prompt_rows import as_sample
+
+    files = OmegaConf.select(config, "data.train_files") or OmegaConf.select(config, "data.val_files")
+    own = OmegaConf.select(config, "reward.custom_reward_function.path")
+    libraries = OmegaConf.select(config, "actor_rollout_ref.model.external_lib")
+    if not own or not files or libraries or OmegaConf.select(config, "algorithm.sample_source") == "offline":
+        return False
+    try:
+        row, columns = first_row(files, "data.train_files")
+        sample = as_sample(row, columns, config.data.prompt_key)
+    except (OSError, ValueError, KeyError, StopIteration, AttributeError):
+        return False  # the checks will say what is wrong with them
+    if told := try_reward(config, sample):
+        print(f"warning: {told}", flush=True)
+    return True
+
+
+def grey(config: DictConfig, row: dict[str, Any], as_tensor: bool) -> dict[str, Any]:
     """What the function would be told of an image of this prompt."""
     size = config.actor_rollout_ref.rollout.pipeline
+    height, width = size.height or SIDE, size.width or SIDE
     frames = [size.num_frames] if (size.num_frames or 1) > 1 else []
+    if as_tensor:
+        import torch
+
+        shown = {"solution_image": torch.full((*frames, 3, height, width), 0.5)}
+    else:
+        from PIL import Image
+
+        image = Image.new("RGB", (width, height), (128, 128, 128))
+        shown = {"image": [image] * frames[0] if frames else image}
     return {
         "data_source": row["data_source"],
-        "solution_image": torch.full((*frames, 3, size.height, size.width), 0.5),
+        **shown,
         "prompt": row["prompt"],
         "ground_truth": row["reward_model"].get("ground_truth"),
         "extra_info": row["extra_info"] | {"prompt": row["prompt"]},
@@ -68,7 +99,8 @@ def ask_elsewhere(function: RewardFunction, samples: list[dict[str, Any]]) -> di
             nowhere = os.open(os.devnull, os.O_RDWR)
             for stream in (1, 2):  # what it prints, the run will print
                 os.dup2(nowhere, stream)
-            torch.set_num_threads(1)  # threads of OpenMP do not survive a fork
+            if torch := sys.modules.get("torch"):
+                torch.set_num_threads(1)  # threads of OpenMP do not survive a fork
             os.write(writer, json.dumps(_failure(function, samples)).encode())
         finally:
             os._exit(0)
