@@ -227,6 +227,9 @@ def models() -> list[BadInput]:
     cases = [
         BadInput(theme, "no model", (path + "null",), ("model.path",)),
         BadInput(theme, "a folder that is not there", (path + "/no/model",), ("/no/model",)),
+        BadInput(theme, "a name that is on no hub", (path + "nobody-at-all/no-model",),
+                 ("nobody-at-all/no-model", "no folder here")),
+        BadInput(theme, "a revision of a folder", (f"{A}model.revision=v1",), ("revision=v1", "no effect")),
         BadInput(theme, "a file", (path + "{f}/file",), ("file",), files={"file": "x"}),
         BadInput(theme, "a language model", (path + "{f}/llm",), ("llm", "model_index.json"),
                  files={"llm/config.json": '{"architectures": ["LlamaForCausalLM"]}'}),

@@ -1,10 +1,12 @@
 """CLIP, SigLIP and PickScore: the models' own embeddings, and the formula of paper or model card written out."""
 
 import re
+import shutil
 
 import numpy as np
 import pytest
 import torch
+from hub_mirror import mirror  # noqa: F401
 from PIL import Image
 from tiny_scorers import (
     PROMPTS,
@@ -173,3 +175,14 @@ def test_half_precision_is_used_and_near(clip):
     rough = scorer(pictures(), None, PROMPTS, None)
     assert [a["cosine"] for a in rough] == pytest.approx([a["cosine"] for a in exact], abs=0.05)
     assert rough != exact
+
+
+def test_a_model_by_its_name_on_the_hub(clip, tmp_path, mirror):  # noqa: F811
+    folder = shutil.copytree(clip[0], tmp_path / "clip")
+    (folder / "pytorch_model.bin").write_text("a pickle")
+    mirror.add("somebody/clip", folder)
+    named, local = (
+        make_scorer("clip_score", {"model": model})(pictures(), None, PROMPTS, None)
+        for model in ("somebody/clip", str(folder))
+    )
+    assert named == local and "model.safetensors" in mirror.asked and "pytorch_model.bin" not in mirror.asked

@@ -36,6 +36,7 @@ ALONE = {
 
 def prepared(config: DictConfig) -> DictConfig:
     """All checks that `train` makes before it starts Ray."""
+    from verl_omni.trainer.checks.hub_names import fetch_models
     from verl_omni.trainer.checks.preflight import preflight
     from verl_omni.trainer.resources import choose_device
     from verl_omni.trainer.runner import check_groups
@@ -43,7 +44,9 @@ def prepared(config: DictConfig) -> DictConfig:
     check_groups(config)
     with open_dict(config):
         config.trainer.device = choose_device(config.trainer.device)
-    return preflight(config)
+    config = preflight(config)
+    fetch_models(config)
+    return config
 
 
 def alone(config: DictConfig, changes: Mapping[str, Any]) -> DictConfig:

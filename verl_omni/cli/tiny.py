@@ -7,7 +7,8 @@ from pathlib import Path
 
 def main() -> None:
     parser = argparse.ArgumentParser("verl-omni tiny", description=__doc__)
-    parser.add_argument("model", metavar="MODEL", help="a pipeline class (`verl-omni models`), or a model's folder")
+    which = "a pipeline class (`verl-omni models`), a model's folder, or its name on the hub"
+    parser.add_argument("model", metavar="MODEL", help=which)
     parser.add_argument("folder", metavar="FOLDER", help="where to write it")
     parser.add_argument("--seed", type=int, default=0, help="of the weights (%(default)s)")
     options = parser.parse_args()
@@ -16,9 +17,11 @@ def main() -> None:
         sys.exit(f"error: {folder} is not empty: name a new folder")
     from verl_omni.config.model import read_architecture
     from verl_omni.testing.tiny_random import build_tiny_random
+    from verl_omni.utils.hub import model_folder
 
     try:
-        model = read_architecture(options.model) if Path(options.model).expanduser().is_dir() else options.model
+        source = model_folder(options.model, weights=False, setting="MODEL")
+        model = read_architecture(source) if Path(source).expanduser().is_dir() else options.model
         build_tiny_random(model, folder, options.seed)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")

@@ -8,6 +8,7 @@ RECIPE is a name that `verl-omni recipes` lists, or your own file.yaml; `--confi
 way to say DIR/NAME.yaml. `--cfg job` prints the configuration, `--version` tells the version.
 """
 
+import gc
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +40,11 @@ def main() -> None:
     if answer(sys.argv[1:]):
         return
     if not {"--cfg", "-c", "--info", "-i", "--hydra-help"} & {argument.split("=")[0] for argument in sys.argv[1:]}:
+        from verl_omni.trainer.progress import say_what_is_waited_for
+        from verl_omni.trainer.run_folder.log import terminal
+
         # Checks load torch and read the data: before anything else, say that there is something going on.
+        say_what_is_waited_for(terminal)
         print(f"verl-omni {verl_omni.__version__}: checking the settings, the data and the reward", file=sys.stderr)
     with_configuration(_run)
 
@@ -81,13 +86,16 @@ def answer(arguments: list[str]) -> bool:
 def _run(config: "DictConfig") -> None:
     from verl_omni.cli import hydra_errors
     from verl_omni.trainer import interrupts
+    from verl_omni.trainer.checks.reward_trial import try_first
     from verl_omni.trainer.failures import innermost, one_line, users_mistake
     from verl_omni.trainer.progress import progress
     from verl_omni.trainer.run_folder.log import log_traceback
     from verl_omni.trainer.runner import run_diffusion
 
     try:
-        run_diffusion(config, quiet=not hydra_errors.TRACEBACKS)
+        asked = try_first(config)
+        import_checks()
+        run_diffusion(config, quiet=not hydra_errors.TRACEBACKS, asked=asked)
     except KeyboardInterrupt:
         end(f"stopped by Ctrl-C during the {progress.where()}", interrupts.exit_code())
     except interrupts.Stopped as stopped:
@@ -99,6 +107,15 @@ def _run(config: "DictConfig") -> None:
         if progress.run_dir is not None:
             log_traceback(error)
         end(f"error: {line}", 1)
+
+
+def import_checks() -> None:
+    """What imports make is not garbage: to look for some takes an eighth of their time."""
+    gc.disable()
+    try:
+        import verl_omni.trainer.checks.preflight  # noqa: F401
+    finally:
+        gc.enable()
 
 
 def end(line: str, code: int) -> None:

@@ -1,9 +1,11 @@
 """Weights to draw with: a model's folder, or what a run has trained on top of one."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from verl_omni.utils import hub
 
 LORA_FILE = "pytorch_lora_weights.safetensors"  # as diffusers calls it
 FULL_FILE = "diffusion_pytorch_model.safetensors"
@@ -32,11 +34,14 @@ def find_weights(place: str | Path, model: str | Path | None = None) -> Weights:
     from verl_omni.trainer.run_folder.checkpointing import whole_checkpoints
     from verl_omni.utils.run_files import read_config
 
-    folder = Path(place).expanduser()
+    folder = Path(hub.model_folder(str(place), setting="the model")).expanduser()
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no folder: name that of a run, of one of its checkpoints, or of a model")
+        raise FileNotFoundError(
+            f"{folder} is no folder: name that of a run, of one of its checkpoints, or of a model, or a model on the "
+            "Hugging Face hub"
+        )
     if (folder / "model_index.json").is_file():
-        return Weights(folder.resolve().name, folder)
+        return Weights(hub.shown_name(folder), folder)
     if saved := list(whole_checkpoints(folder).values()):
         folder = saved[-1]
     export = folder / "export" if (folder / "export").is_dir() else folder
@@ -48,13 +53,13 @@ def find_weights(place: str | Path, model: str | Path | None = None) -> Weights:
     step = export.parent if export.name == "export" else export
     config = step.parent / "config.yaml"
     settings = read_config(config) if config.is_file() else {}
-    found = Weights(step.name.replace("global_step_", "step "), Path(model or "."), export, settings)
-    if model is None:
-        known = found.setting("actor_rollout_ref.model.path")
-        if known is None or not Path(known).expanduser().is_dir():
-            raise FileNotFoundError(f"{export} was trained on {known or 'a model'}, which is not here: add --model DIR")
-        found = Weights(found.name, Path(known).expanduser(), export, settings)
-    return found
+    found = Weights(step.name.replace("global_step_", "step "), Path(), export, settings)
+    known = str(model) if model else found.setting("actor_rollout_ref.model.path")
+    revision = None if model else found.setting("actor_rollout_ref.model.revision")
+    base = Path(hub.model_folder(known, revision, setting="--model")).expanduser() if known else None
+    if base is None or not base.is_dir():
+        raise FileNotFoundError(f"{export} was trained on {known or 'a model'}, which is not here: add --model DIR")
+    return replace(found, model=base)
 
 
 def drawing_settings(weights: Weights) -> dict[str, Any]:

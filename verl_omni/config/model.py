@@ -6,6 +6,7 @@ from typing import Any
 
 from verl_omni.config.knob import MOST_SIDE, knob
 from verl_omni.config.rollout import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig
+from verl_omni.utils.hub import model_folder
 from verl_omni.utils.json_files import read_object
 
 LORA = "actor_rollout_ref.model.lora_rank"
@@ -13,7 +14,14 @@ LORA = "actor_rollout_ref.model.lora_rank"
 
 @dataclass
 class DiffusionModelConfig:
-    path: str | None = knob(None, "diffusers folder of the model (the one with model_index.json)")
+    path: str | None = knob(
+        None,
+        "diffusers folder of the model (the one with model_index.json), or its name on the Hugging Face hub, such as "
+        "Qwen/Qwen-Image",
+    )
+    revision: str | None = knob(
+        None, "branch, tag or commit of the model on the hub; null: main. The run keeps to the commit that it is then"
+    )
     algorithm: str = knob("flow_grpo", "the one flag that selects loss, advantage, sampling and adapter")
     architecture: str | None = knob(None, "pipeline class; null: read from model_index.json")
     external_lib: Any | None = knob(
@@ -40,17 +48,33 @@ class DiffusionModelConfig:
     algo: Any = knob(None, "the rollout's algo knobs")
 
     def __post_init__(self) -> None:
+        self._find_folders()
         self.pipeline = self.pipeline or DiffusionPipelineConfig()
         self.algo = self.algo or DiffusionRolloutAlgoConfig()
         if self.architecture is None and self.path is not None:
             self.architecture = read_architecture(self.path)
+
+    def _find_folders(self) -> None:
+        """What was named on the hub becomes the folder of its copy here, whichever machine this is.
+
+        The weights, which take their time, are fetched before a run starts, and by `check_model_folder`.
+        """
+        if self.path is not None:
+            self.path = model_folder(self.path, self.revision, weights=False)
+        for name in ("tokenizer_path", "config_path", "lora_path"):
+            if getattr(self, name) is not None:
+                setting = f"actor_rollout_ref.model.{name}"
+                setattr(self, name, model_folder(getattr(self, name), weights=name == "lora_path", setting=setting))
 
 
 def read_architecture(path: str) -> str:
     """`_class_name` of a diffusers folder, or one clear line on what is wrong with the folder."""
     index = os.path.join(os.path.expanduser(path), "model_index.json")
     if not os.path.isdir(os.path.expanduser(path)):
-        raise FileNotFoundError(f'actor_rollout_ref.model.path="{path}" is no folder: give a local diffusers folder')
+        raise FileNotFoundError(
+            f'actor_rollout_ref.model.path="{path}" is no folder: give a diffusers folder, or a name on the Hugging '
+            "Face hub, such as Qwen/Qwen-Image"
+        )
     if not os.path.isfile(index):
         raise FileNotFoundError(
             f'actor_rollout_ref.model.path="{path}" holds no model_index.json: expected a folder written by '

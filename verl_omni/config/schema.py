@@ -30,9 +30,12 @@ SERVED = "reward.reward_model.enable=true"
 @dataclass
 class DataConfig:
     train_files: Any = knob(
-        None, "parquet, JSONL or text file(s) of training prompts, or a folder of images with captions"
+        None,
+        "parquet, JSONL or text file(s) of training prompts, a folder of images with captions, or files of a data set "
+        "on the Hugging Face hub, such as hf://datasets/OWNER/NAME/data/train-*.parquet",
     )
     val_files: Any = knob(None, "file(s) of validation prompts; null: no validation", may_change=True)
+    prompt_key: str = knob("prompt", "the column with the prompt")
     train_batch_size: int = knob(8, "prompts a training step", least=1, most=MOST_PROMPTS)
     val_batch_size: int | None = knob(
         None, "prompts at once in validation; null: all", least=1, most=MOST_PROMPTS, may_change=True
@@ -99,7 +102,7 @@ class RewardModelConfig:
         0, "GPUs of each server", least=0, most=MOST_PROCESSES, needs="reward.reward_model.enable_resource_pool=true"
     )
     nnodes: int = knob(1, "servers; they share the work", least=1, most=MOST_NODES, needs=SERVED)
-    model_path: str | None = knob(None, "the model's folder", needs=SERVED)
+    model_path: str | None = knob(None, "the model's folder, or its name on the hub", needs=SERVED)
     command: str = knob(
         "vllm serve {model} --host {host} --port {port} --tensor-parallel-size {gpus}",
         "starts a server of OpenAI's chat completions with a page /health",

@@ -8,12 +8,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from verl_omni.utils import hub
 from verl_omni.utils.json_files import read_lines
 from verl_omni.utils.regular_files import open_regular
 from verl_omni.utils.suggest import nearest
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
-KINDS = "file.parquet, file.jsonl or prompts.txt"
+KINDS = "file.parquet, file.jsonl, prompts.txt or hf://datasets/OWNER/NAME/FILE"
 CAPTIONS = ("prompt", "text", "caption")  # what people call it
 
 
@@ -126,15 +127,28 @@ _READERS = {".parquet": _Parquet, ".jsonl": _json_lines, ".txt": _text}
 
 def read_files(data_files: Any, key: str) -> list[RowFile]:
     """Those that the setting `key` names: one, or several."""
-    return [read_file(path, key) for path in _paths(data_files, key)]
+    return [read_file(path, key) for path in local_files(data_files, key)]
 
 
-def _paths(data_files: Any, key: str) -> list[Path]:
+def local_files(data_files: Any, key: str) -> list[Path]:
+    """Where they are on this machine; those of a data set on the hub are downloaded once."""
     if isinstance(data_files, str | Path):
         data_files = [data_files]
     if not data_files:
         raise ValueError(f"no prompts given: set {key}=<{KINDS}>")
-    return [Path(path).expanduser() for path in data_files]
+    found = (hub.data_files(path, key) if hub.is_data(path) else [Path(path).expanduser()] for path in data_files)
+    return [path for paths in found for path in paths]
+
+
+def first_row(data_files: Any, key: str) -> tuple[dict[str, Any], list[str]]:
+    """The first row alone, and the columns of its file."""
+    path = local_files(data_files, key)[0]
+    if path.suffix == ".parquet":
+        with pq.ParquetFile(path) as file:
+            batch = next(file.iter_batches(batch_size=1))
+            return batch.to_pylist()[0], batch.schema.names
+    file = read_file(path, key)
+    return file[0], file.columns
 
 
 def read_file(path: Path, key: str) -> RowFile:

@@ -12,6 +12,7 @@ from typing import Any
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.utils import read_index
+from verl_omni.utils.hub import fetch_weights
 from verl_omni.utils.json_files import read_object
 from verl_omni.utils.regular_files import open_regular
 from verl_omni.utils.suggest import nearest
@@ -23,8 +24,14 @@ VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "to
 WEIGHTS, PICKLES = ".safetensors", (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
-def check_model_folder(model: DiffusionModelConfig) -> None:
-    """One line that names the file, where something is missing or is not what model_index.json says."""
+def check_model_folder(model: DiffusionModelConfig, weights: bool = True) -> None:
+    """One line that names the file, where something is missing or is not what model_index.json says.
+
+    The weights of a model on the hub are downloaded for that; without `weights` they are not looked at.
+    """
+    weights = weights and model.load_format != "dummy"
+    if weights:
+        fetch_weights(model.path)
     DiffusionModelBase.get_class(model).refuse_code(model)
     import diffusers
     import transformers
@@ -55,7 +62,9 @@ def check_model_folder(model: DiffusionModelConfig) -> None:
             raise ValueError(
                 f'{file} has "{name}" of the class {class_name}: a {model.architecture} has a {" or ".join(kinds)}'
             )
-        _check_component(root, model, name, library, class_name)
+        folder = _check_component(root, model, name, library, class_name)
+        if weights and name.startswith(("transformer", "vae", "text_encoder")):
+            _check_weights(folder)
 
 
 @functools.cache
@@ -81,7 +90,7 @@ def _components(pipeline: type | None) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _check_component(root: Path, model: DiffusionModelConfig, name: str, library: str, class_name: str) -> None:
+def _check_component(root: Path, model: DiffusionModelConfig, name: str, library: str, class_name: str) -> Path:
     trained = name == "transformer"
     folder = root / (model.transformer_subfolder if trained else name)
     if name.startswith("tokenizer") and model.tokenizer_path is not None:
@@ -94,7 +103,7 @@ def _check_component(root: Path, model: DiffusionModelConfig, name: str, library
     if name.startswith("tokenizer") and not any((folder / vocabulary).is_file() for vocabulary in VOCABULARIES):
         raise FileNotFoundError(f"{folder} holds no vocabulary ({', '.join(VOCABULARIES)})")
     if not name.startswith(("transformer", "vae", "text_encoder")):
-        return
+        return folder
     config = folder / "config.json"
     if trained and model.config_path is not None:
         config = Path(model.config_path).expanduser() / model.transformer_subfolder / "config.json"
@@ -104,8 +113,7 @@ def _check_component(root: Path, model: DiffusionModelConfig, name: str, library
             raise ValueError(f"{config} has no _class_name: expected {class_name}, as model_index.json says")
         if said["_class_name"] != class_name:
             raise ValueError(f"{config} is of a {said['_class_name']}: expected {class_name}, as model_index.json says")
-    if model.load_format != "dummy":
-        _check_weights(folder)
+    return folder
 
 
 def _check_weights(folder: Path) -> None:

@@ -20,6 +20,7 @@ import ray
 from verl_omni.config.schema import RewardModelConfig
 from verl_omni.rewards.choice import Choice
 from verl_omni.utils.errors import RunError
+from verl_omni.utils.hub import fetch_weights, model_folder, named
 
 JUDGE = "judge"  # what its servers are called where devices are dealt out
 MOST_RESTARTS = 3  # of a server that dies; then the rewards fail, with the reason that its clients see
@@ -35,9 +36,18 @@ class JudgeServer:
             port = free.getsockname()[1]
         host = ray.util.get_node_ip_address()
         self.address = f"http://{host}:{port}/v1"
-        known = {"{model}": model, "{host}": host, "{port}": str(port), "{gpus}": str(max(gpus, 1))}
+        self.environment = os.environ | self._from_hub(command, model)
+        known = {"{model}": model.partition("@")[0], "{host}": host, "{port}": str(port), "{gpus}": str(max(gpus, 1))}
         self.command = [_filled(part, known) for part in shlex.split(command)]
         self.process: subprocess.Popen | None = None
+
+    @staticmethod
+    def _from_hub(command: str, model: str) -> dict[str, str]:
+        """A name stays a name, by which requests ask for it; what it stands for is in this machine's cache."""
+        if named(model) is None:
+            return {}
+        fetch_weights(model_folder(model, weights=False, setting="reward.reward_model.model_path"))
+        return {} if "trust" in command else {"HF_HUB_OFFLINE": "1"}
 
     def start(self, seconds: float) -> str:
         """Its address, once it answers; raises with the last lines of its log where it does not."""
@@ -62,7 +72,12 @@ class JudgeServer:
             with self.log.open("a") as log:
                 # Tied to this process: it must not outlive the run. Its own processes are of one group with it.
                 self.process = subprocess.Popen(
-                    self.command, stdout=log, stderr=log, preexec_fn=_die_with_parent, process_group=0
+                    self.command,
+                    stdout=log,
+                    stderr=log,
+                    env=self.environment,
+                    preexec_fn=_die_with_parent,
+                    process_group=0,
                 )
         except OSError as error:
             raise RunError(
@@ -155,7 +170,7 @@ def start_judges(
 def with_judge(choices: Mapping[str, Choice], address: str, model: str) -> dict[str, Choice]:
     """Where a `vlm_judge` names no server, it is the run's own."""
     return {
-        label: replace(choice, settings={"address": address, "model": model, **choice.settings})
+        label: replace(choice, settings={"address": address, "model": model.partition("@")[0], **choice.settings})
         if choice.name == "vlm_judge" and "address" not in choice.settings
         else choice
         for label, choice in choices.items()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_omni.rewards.torch_models import cannot_load, first_sentence, some
 from verl_omni.utils.errors import RunError
+from verl_omni.utils.hub import file_of
 
 if TYPE_CHECKING:
     import torch
@@ -16,13 +17,8 @@ def find_file(source: str, name: str) -> Path:
     path = Path(source).expanduser()
     if path.is_file():
         return path
-    owner, repository, file = (source.split("/", 2) + ["", ""])[:3]
     try:
-        if not (owner and repository and file):
-            raise FileNotFoundError("there is no such file")
-        from huggingface_hub import hf_hub_download
-
-        return Path(hf_hub_download(f"{owner}/{repository}", file))
+        return file_of(source)
     except (OSError, ValueError) as error:
         raise RunError(cannot_load(name, "model", source, error, "the file")) from error
 

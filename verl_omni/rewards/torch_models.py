@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from verl_omni.config.knob import MOST_IMAGES, Range
 from verl_omni.rewards.images import pictures_of
 from verl_omni.utils.errors import RunError
+from verl_omni.utils.hub import model_folder
 from verl_omni.utils.model_code import refuse_code
 
 if TYPE_CHECKING:
@@ -96,21 +97,24 @@ def find_device(name: str, device: str | None) -> "torch.device":
     return found
 
 
-def load_pretrained(cls: Any, source: str, name: str, setting: str = "model", **options: Any) -> Any:
+def load_pretrained(
+    cls: Any, source: str, name: str, setting: str = "model", weights: bool = False, **options: Any
+) -> Any:
     """`cls.from_pretrained(source)` for the setting of a reward: a folder, or a name on the Hugging Face hub."""
-    place = Path(source).expanduser()
-    if place.is_dir():
-        refuse_code_of(f'reward.scorers.{name}.{setting}="{source}"', place)
     try:
-        if source.startswith(("/", ".", "~")) and not place.is_dir():
+        place = Path(model_folder(source, weights=weights, setting=setting)).expanduser()
+        if not place.is_dir():
             raise FileNotFoundError("there is no such folder")
-        return cls.from_pretrained(str(place) if place.is_dir() else source, **options)
+        refuse_code_of(f'reward.scorers.{name}.{setting}="{source}"', place)
+        return cls.from_pretrained(str(place), **options)
+    except RunError:
+        raise
     except (OSError, ValueError, ImportError) as error:
         raise RunError(cannot_load(name, setting, source, error, "the folder")) from error
 
 
 def refuse_code_of(where: str, folder: str | Path) -> None:
-    """Only what is in a folder can be looked at beforehand; from the hub transformers itself takes no code unasked."""
+    """Nothing in it is to be run."""
     try:
         refuse_code(folder, programs=True)
     except (OSError, ValueError) as error:
@@ -120,7 +124,7 @@ def refuse_code_of(where: str, folder: str | Path) -> None:
 def load_model(cls: Any, source: str, name: str, dtype: "torch.dtype", setting: str = "model") -> Any:
     """The same for a model, all of whose weights have to be there: transformers would fill in random ones."""
     options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
-    model, info = load_pretrained(cls, source, name, setting, **options)
+    model, info = load_pretrained(cls, source, name, setting, weights=True, **options)
     lacking = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
     if lacking:
         where = f'reward.scorers.{name}.{setting}="{source}"'

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -10,7 +11,7 @@ from omegaconf import DictConfig
 from verl_omni.config import schema
 from verl_omni.trainer import interrupts
 from verl_omni.trainer.failures import in_one_line, know
-from verl_omni.trainer.progress import progress, tell
+from verl_omni.trainer.progress import name_stage, progress, tell
 
 schema.register()
 
@@ -106,12 +107,14 @@ class TaskRunner:
             raise interrupts.Stopped(f"stopped after step {trainer.global_step} of {trainer.total_steps}")
 
 
-def run_diffusion(config: DictConfig, task_runner_class: Any = None, quiet: bool = False) -> None:
+def run_diffusion(config: DictConfig, task_runner_class: Any = None, quiet: bool = False, asked: bool = False) -> None:
     """Check the configuration, start Ray and train.
 
     A cluster of our own needs no extra process for the driver; on a running cluster the runner is a Ray actor.
-    With `quiet`, what libraries and workers have to say goes to `run.log` in the run's folder.
+    With `quiet`, what libraries and workers have to say goes to `run.log` in the run's folder. The reward was `asked`
+    already where somebody did that before.
     """
+    from verl_omni.trainer.checks.hub_names import fetch_models
     from verl_omni.trainer.checks.preflight import check_start, preflight
     from verl_omni.trainer.resources import check_answers, choose_device
     from verl_omni.trainer.run_folder.lock import run_lock
@@ -128,6 +131,9 @@ def run_diffusion(config: DictConfig, task_runner_class: Any = None, quiet: bool
         config.trainer.device = choose_device(config.trainer.device, config.ray.address)
         model.external_lib = with_registered(model.external_lib)
     config = preflight(config)
+    if not asked:
+        ask_reward(config)
+    fetch_models(config)
     with run_lock(config.trainer.default_local_dir):
         start = check_start(config)
         for line in start.notices:
@@ -135,7 +141,6 @@ def run_diffusion(config: DictConfig, task_runner_class: Any = None, quiet: bool
         if start.finished:
             print(finished(start), flush=True)
         else:
-            ask_reward(config)
             _run_on_ray(config, task_runner_class, quiet)
 
 
@@ -154,6 +159,7 @@ def ask_reward(config: DictConfig) -> None:
 def _run_on_ray(config: DictConfig, task_runner_class: Any, quiet: bool) -> None:
     import ray
 
+    from verl_omni.trainer.checks.hub_names import fetch_on_nodes
     from verl_omni.trainer.resources import start_ray
     from verl_omni.trainer.run_folder.log import keep_daemons_quiet, open_run_log
 
@@ -161,6 +167,7 @@ def _run_on_ray(config: DictConfig, task_runner_class: Any, quiet: bool) -> None
     if quiet:
         open_run_log(run_dir)
     trainer = config.trainer
+    name_stage("loading of the model", f"loading the model{size_of(config)}, starting the rewards")
     tell(run_dir=run_dir, resume_mode=trainer.resume_mode, saves=trainer.save_freq != 0, stage="start of Ray")
     started = not ray.is_initialized()
     try:
@@ -168,6 +175,8 @@ def _run_on_ray(config: DictConfig, task_runner_class: Any, quiet: bool) -> None
             if quiet:
                 keep_daemons_quiet()
             daemons = start_ray(config) if started else None
+            if config.ray.address is not None:
+                fetch_on_nodes(config)
             interrupts.listen()
             with daemons.watched() if daemons else contextlib.nullcontext():
                 if task_runner_class is not None:
@@ -182,6 +191,16 @@ def _run_on_ray(config: DictConfig, task_runner_class: Any, quiet: bool) -> None
     finally:
         if started:
             ray.shutdown()
+
+
+def size_of(config: DictConfig) -> str:
+    """Of the weights, where they are worth a word."""
+    from verl_omni.utils.hub import model_folder
+
+    model = config.actor_rollout_ref.model
+    folder = Path(model_folder(model.path, model.revision, weights=False)).expanduser()
+    size = sum(file.stat().st_size for file in folder.glob("*/*.safetensors"))
+    return f" ({size / 1e9:.1f} GB)" if size >= 1e8 and model.load_format != "dummy" else ""
 
 
 def check_groups(config: DictConfig) -> None:

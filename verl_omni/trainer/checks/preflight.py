@@ -13,6 +13,7 @@ from verl_omni.trainer.callbacks import callback_class
 from verl_omni.trainer.checks.correction import without_weights
 from verl_omni.trainer.checks.preparation import prepare_config
 from verl_omni.trainer.run_folder.resuming import Start, plan_start
+from verl_omni.utils.hub import model_folder
 from verl_omni.utils.suggest import unknown
 
 # Tokens that a model's template adds to a prompt, at most.
@@ -173,9 +174,10 @@ def check_judge(served: DictConfig, device: str) -> None:
 
     if not served.model_path:
         raise ValueError("reward.reward_model.enable=true needs reward.reward_model.model_path=<the judge's folder>")
-    folder = os.path.expanduser(served.model_path)
+    setting = "reward.reward_model.model_path"
+    folder = os.path.expanduser(model_folder(served.model_path, weights=False, setting=setting))
     if os.path.isdir(folder) and "trust" not in served.command:  # --trust-remote-code is its user's own decision
-        refuse_code_of(f'reward.reward_model.model_path="{served.model_path}"', folder)
+        refuse_code_of(f'{setting}="{served.model_path}"', folder)
     if served.enable_resource_pool and not served.n_gpus_per_node:
         raise ValueError(
             "reward.reward_model.enable_resource_pool=true gives the judge GPUs of its own: say how many, "
@@ -212,7 +214,7 @@ def check_rewards(config: DictConfig) -> None:
     """The user's reward function loads and takes what it will be given, or every data source has a reward."""
     import verl_omni.rewards.image_manager  # noqa: F401  (registers "image")
     from verl_omni.data.loading import load_datasets
-    from verl_omni.data.prompt_dataset import NO_SOURCE
+    from verl_omni.data.prompt_rows import NO_SOURCE
     from verl_omni.rewards import check_package, check_settings, get_reward_fn
     from verl_omni.rewards.choice import OWN, read_choices, rewards_of, weighted
     from verl_omni.rewards.judge import with_judge

@@ -36,10 +36,12 @@ from verl_omni.pipelines.settings import check_size
 from verl_omni.rewards.choice import read_choices, weighted
 from verl_omni.trainer.checks.correction import check_correction_fits, fill_correction
 from verl_omni.trainer.checks.filtering import check_filter
+from verl_omni.trainer.checks.hub_names import pinned_names, with_names
 from verl_omni.trainer.checks.preference import check_trainer_fits
 from verl_omni.trainer.checks.rollout_engine import check_checkpoint_engine, check_http, check_rollout_engine
 from verl_omni.trainer.checks.workers import check_workers
 from verl_omni.utils.external_lib import import_external_lib
+from verl_omni.utils.hub import copied
 
 VAL = "actor_rollout_ref.rollout.val_kwargs"
 DEFAULT_STALENESS = {"one_step_off": 1, "fully_async": 2}
@@ -52,6 +54,7 @@ def prepare_config(config: DictConfig) -> DictConfig:
     known = OmegaConf.merge(_schema(), config)
     for line in take_moved(known):
         print(line, file=sys.stderr, flush=True)
+    known = pinned_names(known)
     given, settings = OmegaConf.to_object(known), _fill(OmegaConf.to_object(known))
     check_ranges(settings)
     fill_correction(settings)
@@ -61,7 +64,7 @@ def prepare_config(config: DictConfig) -> DictConfig:
     # user sees the path that was typed.
     folder = os.path.expanduser(settings.trainer.default_local_dir)
     settings.trainer.default_local_dir = os.path.abspath(folder) if settings.ray.address else folder
-    return OmegaConf.structured(settings)
+    return with_names(OmegaConf.structured(settings), known)
 
 
 @functools.cache
@@ -73,8 +76,11 @@ def _fill(settings: DiffusionTrainerConfig) -> DiffusionTrainerConfig:
     """What is left null becomes the algorithm's choice, or the model's."""
     arr = settings.actor_rollout_ref
     if arr.model.path is None:
-        raise ValueError("actor_rollout_ref.model.path is not set: give the diffusers folder of the model to train")
-    check_model_folder(arr.model)
+        raise ValueError(
+            "actor_rollout_ref.model.path is not set: give the diffusers folder of the model to train, or its name "
+            "on the Hugging Face hub"
+        )
+    check_model_folder(arr.model, weights=copied(arr.model.path) is None)
     algorithm = get_algorithm(arr.model.algorithm)
     algo, loss = resolve_algorithm_defaults(arr.model.algorithm, arr.rollout.algo, arr.actor.diffusion_loss)
     arr.rollout.algo = arr.model.algo = algo

@@ -12,12 +12,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_omni.config.knob import moved_names, walk
 from verl_omni.config.schema import DiffusionTrainerConfig
+from verl_omni.data.prompt_files import local_files
 from verl_omni.utils.external_lib import module_names
+from verl_omni.utils.hub import model_folder
 from verl_omni.utils.masking import masked
 
 ARR = "actor_rollout_ref."
 # The rollout's own, a second time; and how this start finds its checkpoint.
-NOT_COMPARED = (f"{ARR}model.pipeline", f"{ARR}model.algo", "trainer.resume_*")
+NOT_COMPARED = (f"{ARR}model.pipeline", f"{ARR}model.algo", f"{ARR}model.revision", "trainer.resume_*")
 # Files and folders: what counts is what is in them, not where they lie.
 CONTENT = (
     *(f"{ARR}model.{name}" for name in ("path", "lora_path", "config_path", "tokenizer_path")),
@@ -31,7 +33,7 @@ def describe(config: DictConfig) -> dict[str, Any]:
     """Every knob with its value, and a digest of what files hold: plain data for JSON."""
     settings = {name: _plain(OmegaConf.select(config, name)) for name, *_ in walk(DiffusionTrainerConfig)}
     settings = masked({name: value for name, value in settings.items() if not _any(NOT_COMPARED, name)})
-    content = {name: digest(settings[name]) for name in CONTENT}
+    content = {name: digest(_place(name, settings[name], config)) for name in CONTENT}
     content[f"{ARR}model.external_lib"] = digest(_module_files(settings[f"{ARR}model.external_lib"]))
     return json.loads(json.dumps({"settings": settings, "content": content}))
 
@@ -53,6 +55,18 @@ def changes(then: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, str], 
             continue
         (may if knobs[name].may_change else may_not)[name] = said
     return may, may_not
+
+
+def _place(name: str, given: Any, config: DictConfig) -> str | list[str] | None:
+    """Where it lies on this machine."""
+    if given is None:
+        return None
+    if name.startswith("data."):
+        return list(map(str, local_files(given, name)))
+    if name.startswith(f"{ARR}model."):
+        revision = config.actor_rollout_ref.model.revision if name == f"{ARR}model.path" else None
+        return model_folder(given, revision, weights=False, setting=name)
+    return given
 
 
 def digest(paths: str | list[str] | None) -> str | None:

@@ -4,7 +4,6 @@ import dataclasses
 import re
 import secrets
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from verl_omni.config import DiffusionModelConfig, DiffusionPipelineConfig, DiffusionRolloutConfig, HttpConfig
@@ -13,6 +12,7 @@ from verl_omni.config.rollout import validation_pipeline
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.settings import check_size, check_steps, validation_sampling
 from verl_omni.utils.errors import Refused
+from verl_omni.utils.hub import shown_name
 from verl_omni.utils.json_bodies import loads
 from verl_omni.utils.listening import is_loopback, token_in
 from verl_omni.utils.suggest import unknown
@@ -47,7 +47,7 @@ class RequestReader:
 
     def __init__(self, config: DiffusionRolloutConfig, model: DiffusionModelConfig):
         self.config, self.model = config, model
-        self.name = Path(model.path).expanduser().resolve().name
+        self.name = shown_name(model.path)
         self.adapter = DiffusionModelBase.get_class(model)
         own, shown = config.pipeline, validation_pipeline(config)
         self.knobs = {knob.name: knob for knob in walk(DiffusionPipelineConfig)}

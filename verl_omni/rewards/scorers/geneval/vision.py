@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from verl_omni.rewards.scorers.geneval.rules import Box, Seen
 from verl_omni.rewards.scorers.geneval.tasks import COLOURS
 from verl_omni.rewards.torch_models import refuse_code_of
+from verl_omni.utils.hub import model_folder
 from verl_omni.utils.suggest import unknown
 
 if TYPE_CHECKING:
@@ -126,9 +127,10 @@ def _load(cls: Any, path: str, device: str, setting: str, kinds: Iterable[str]) 
     from transformers import AutoConfig, AutoProcessor
 
     where = f'reward.scorers.geneval.{setting}="{path}"'
-    if os.path.isdir(path):
-        refuse_code_of(where, path)
     try:
+        path = os.path.expanduser(model_folder(path, setting=where.partition("=")[0]))
+        if os.path.isdir(path):
+            refuse_code_of(where, path)
         kind = AutoConfig.from_pretrained(path).model_type
         if kind not in kinds:
             raise ValueError(unknown("kind of model", kind, kinds))
