@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -163,35 +164,43 @@ def test_a_variable_that_a_recipe_takes_and_nobody_has_set(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     done = command("train", "qwen_image_ocr", "data.train_files=x.parquet")
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == (
-        "error: data.val_files comes from the environment variable DATA_DIR, which is not set: set it, or type "
-        "data.val_files=..."
+        "error: actor_rollout_ref.model.path comes from the environment variable MODEL_PATH, which is not set: set it, "
+        "or type actor_rollout_ref.model.path=..."
     )
 
 
-# Completion, asked for as bash does.
+# Completion, asked for as each shell does.
+
+ASKS = {
+    "bash": 'compopt() {{ :; }}; eval "$(verl-omni completion bash)"; COMP_LINE="{typed}"; COMP_POINT=${{#COMP_LINE}}; '
+    '_verl_omni; printf "%s\\n" "${{COMPREPLY[@]}}"',
+    "zsh": 'compdef() {{ :; }}; compadd() {{ print -rl -- "${{(@)@[$@[(i)--]+1,-1]}}"; }}; _files() {{ :; }}; '
+    'eval "$(verl-omni completion zsh)"; words=({typed}); CURRENT=${{#words}}; _verl_omni',
+    "fish": 'verl-omni completion fish | source; complete -C "{typed}"',
+}
 
 
-@pytest.mark.parametrize(
-    "typed, found",
-    [
-        ("verl-omni comp", ["completion"]),
-        ("verl-omni train qwen_image_ocr_lora_d", ["qwen_image_ocr_lora_dancegrpo", "qwen_image_ocr_lora_dpo"]),
-        ("verl-omni train data.train_", ["data.train_files=", "data.train_batch_size="]),
-        ("verl-omni train trainer.device=", ["cpu", "cuda"]),
-        ("verl-omni trainer.val_o", ["trainer.val_only="]),
-        ("verl-omni recipes s", ["show"]),
-        ("verl-omni plan --d", ["--devices"]),
-    ],
-)
-def test_bash_completes(typed, found, tmp_path):
+@pytest.mark.parametrize("shell", ASKS)
+def test_a_shell_completes(shell, tmp_path):
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell} here")
+    cases = {
+        "verl-omni comp": ["completion"],
+        "verl-omni train qwen_image_ocr_lora_d": ["qwen_image_ocr_lora_dancegrpo", "qwen_image_ocr_lora_dpo"],
+        "verl-omni train data.train_": ["data.train_files=", "data.train_batch_size="],
+        "verl-omni train trainer.device=": ["trainer.device=cpu", "trainer.device=cuda"],
+        "verl-omni trainer.val_o": ["trainer.val_only="],
+        "verl-omni recipes s": ["show"],
+        "verl-omni plan --d": ["--devices"],
+    }
     (tmp_path / "verl-omni").write_text(f'#!/bin/sh\nexec {sys.executable} -m verl_omni.cli.main "$@"\n')
     (tmp_path / "verl-omni").chmod(0o755)
-    script = (
-        f'PATH={tmp_path}:$PATH; compopt() {{ :; }}; eval "$(verl-omni completion bash)"; COMP_LINE="{typed}"; '
-        'COMP_POINT=${#COMP_LINE}; _verl_omni; printf "%s\\n" "${COMPREPLY[@]}"'
-    )
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.split() == found, done.stderr
+    told = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+    script = "; echo ---; ".join(ASKS[shell].format(typed=typed) for typed in cases)
+    done = subprocess.run([shell, "-c", script], capture_output=True, text=True, cwd=ROOT, env=os.environ | told)
+    for words, found in zip(done.stdout.split("---\n"), cases.values(), strict=True):
+        expected = [word.split("=")[1] or word for word in found] if shell == "bash" and "=c" in found[0] else found
+        assert sorted(words.split()) == sorted(expected), done.stderr
 
 
 def test_words_of_a_subcommand_that_is_not_typed_yet():

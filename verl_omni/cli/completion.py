@@ -1,6 +1,8 @@
-"""Let bash complete verl-omni: its subcommands, their options, recipes, settings and their values.
+"""Let your shell complete verl-omni: its subcommands, their options, recipes, settings and their values.
 
     echo 'eval "$(verl-omni completion bash)"' >> ~/.bashrc
+    echo 'eval "$(verl-omni completion zsh)"' >> ~/.zshrc
+    verl-omni completion fish > ~/.config/fish/completions/verl-omni.fish
 """
 
 import argparse
@@ -22,6 +24,28 @@ _verl_omni() {
 }
 complete -o default -F _verl_omni verl-omni
 """
+
+ZSH = """\
+_verl_omni() {
+    local -a found
+    found=("${(@f)$(verl-omni completion words "${(@)words[2,CURRENT]}" 2>/dev/null)}")
+    # what ends in = goes on with a value
+    compadd -S '' -- ${(M)found:#*=}
+    compadd -- ${found:#*=}
+    [[ -n ${found[1]} ]] || _files
+}
+(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }
+compdef _verl_omni verl-omni
+"""
+FISH = """\
+function __verl_omni_words
+    set -l words (commandline -opc) (commandline -ct)
+    verl-omni completion words $words[2..-1] 2>/dev/null
+end
+# files are offered where the command knows no word
+complete -c verl-omni -n '__verl_omni_words | string length -q' -f -a '(__verl_omni_words)'
+"""
+SHELLS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 
 def candidates(words: list[str]) -> list[str]:
@@ -82,9 +106,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         "verl-omni completion", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("shell", choices=["bash"], help="the shell that is to be told")
-    parser.parse_args()
-    print(BASH, end="")
+    parser.add_argument("shell", choices=SHELLS, help="the shell that is to be told")
+    print(SHELLS[parser.parse_args().shell], end="")
 
 
 if __name__ == "__main__":
