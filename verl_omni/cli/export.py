@@ -8,16 +8,15 @@
 import argparse
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_omni.cli.trained import LORA_FILE, Weights, find_weights
+from verl_omni.utils.suggest import unknown
 
 if TYPE_CHECKING:
     import torch
-
-# Where kohya's name of a layer is its place in diffusers' model: other programs give it another, in other models.
-KOHYA = ("QwenImagePipeline", "QwenImageEditPlusPipeline")
 
 
 def main() -> None:
@@ -29,18 +28,31 @@ def main() -> None:
     parser.add_argument("--format", choices=("diffusers", "kohya", "merged"), default="diffusers", help="(%(default)s)")
     parser.add_argument("--model", metavar="DIR", help="the model that was trained, where it lies elsewhere now")
     options = parser.parse_args()
-    out = Path(options.out).expanduser()
-    if out.exists():
-        sys.exit(f"error: {out} is there already: name a new folder")
     try:
-        weights = find_weights(options.weights, options.model)
-        if weights.export is None:
-            raise ValueError(f"{options.weights} is a whole model already: there is nothing to export")
-        {"diffusers": as_diffusers, "kohya": as_kohya, "merged": merged}[options.format](weights, out)
+        out = export(options.weights, options.out, options.format, options.model)
     except (OSError, ValueError) as error:
-        shutil.rmtree(out, ignore_errors=True)  # the part that was written
         sys.exit(f"error: {error}")
+    weights = find_weights(options.weights, options.model)
     print(f"{weights.name} of {weights.export.parent.parent}: {out}")
+
+
+def export(place: str | Path, out: str | Path, format: str = "diffusers", model: str | None = None) -> Path:
+    """The folder, with what a run or a checkpoint has trained in it."""
+    formats = {"diffusers": as_diffusers, "kohya": as_kohya, "merged": merged}
+    if format not in formats:
+        raise ValueError(unknown("format", format, formats))
+    out = Path(out).expanduser()
+    if out.exists():
+        raise FileExistsError(f"{out} is there already: name a new folder")
+    weights = find_weights(place, model)
+    if weights.export is None:
+        raise ValueError(f"{place} is a whole model already: there is nothing to export")
+    try:
+        formats[format](weights, out)
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)  # the part that was written
+        raise
+    return out
 
 
 def as_diffusers(weights: Weights, out: Path) -> None:
@@ -48,35 +60,43 @@ def as_diffusers(weights: Weights, out: Path) -> None:
 
 
 def as_kohya(weights: Weights, out: Path) -> None:
-    """lora_unet_<layer, with _ for .>.lora_down, .lora_up and .alpha, which a program divides by the rank."""
-    import torch
+    """The same LoRA under other names; the model's own weights are not read."""
     from safetensors.torch import save_file
 
+    from verl_omni.cli import kohya_keys
     from verl_omni.cli.painter import lora_state
     from verl_omni.config.model import read_architecture
 
     architecture = read_architecture(str(weights.model))
     if not weights.is_lora:
         raise ValueError(f"{weights.export} holds whole weights, no LoRA: --format kohya is for LoRA")
-    if architecture not in KOHYA:
-        raise ValueError(f"--format kohya: the keys of {architecture} are not known; it is for {' and '.join(KOHYA)}")
-    state, metadata = lora_state(weights.export, architecture)
-    names = {"lora_A": "lora_down", "lora_B": "lora_up"}
-    found: dict[str, torch.Tensor] = {}
-    for key, tensor in state.items():
-        layer, side, _ = key.removeprefix("transformer.").rsplit(".", 2)
-        kohya = f"lora_unet_{layer.replace('.', '_')}"
-        found[f"{kohya}.{names[side]}.weight"] = tensor.contiguous()
-        if side == "lora_A":
-            found[f"{kohya}.alpha"] = torch.tensor(alpha_of(metadata, len(tensor)))
-    out.mkdir(parents=True, exist_ok=True)
-    save_file(found, out / LORA_FILE, metadata={"format": "pt"})
+    if architecture not in kohya_keys.KNOWN:
+        known = ", ".join(kohya_keys.KNOWN)
+        raise ValueError(f"--format kohya: the keys of {architecture} are not known; it is for {known}")
+    for file in sorted(weights.export.rglob(LORA_FILE)):  # one for each transformer that was trained
+        part = file.parent.relative_to(weights.export)
+        state, metadata = lora_state(file.parent, architecture)
+        trained = weights.model / (part.name or "transformer")
+        found = kohya_keys.as_kohya(architecture, state, alpha_of(metadata), partial(rows_of, trained))
+        (out / part).mkdir(parents=True, exist_ok=True)
+        save_file(found, out / part / LORA_FILE, metadata={"format": "pt"})
 
 
-def alpha_of(metadata: dict | None, rank: int) -> float:
+def alpha_of(metadata: dict | None) -> float | None:
     """As the file says; peft writes it with the transformer's name before it."""
     known = {key.removeprefix("transformer."): value for key, value in (metadata or {}).items()}
-    return float(known.get("lora_alpha") or rank)
+    return known.get("lora_alpha")
+
+
+def rows_of(folder: Path, layer: str) -> int:
+    """How many outputs a layer has, from the heads of a model's files."""
+    from safetensors import safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            if f"{layer}.weight" in tensors.keys():  # noqa: SIM118
+                return tensors.get_slice(f"{layer}.weight").get_shape()[0]
+    raise ValueError(f"{folder} has no layer {layer}")
 
 
 def merged(weights: Weights, out: Path) -> None:
