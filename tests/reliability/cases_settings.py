@@ -93,6 +93,8 @@ def names() -> list[BadInput]:
         BadInput("Names", "an unknown step in validation",
                  (f"{A}rollout.val_kwargs.sde_type=bogus", f"{A}rollout.val_kwargs.noise_level=0.5"), ("bogus", "cps")),
         BadInput("Names", "a knob that is gone", (f"{A}actor.fsdp_config.strategy=fsdp2",), ("fsdp_config.strategy",)),
+        BadInput("Names", "a knob that has moved, with what it cannot be",
+                 (f"{A}actor.fsdp_config.param_offload=maybe",), ("maybe", "actor.engine.param_offload")),
         BadInput("Names", "a step that trains nothing: sde_type=ode", (f"{A}rollout.algo.sde_type=ode",)),
         BadInput("Names", "an optimizer that needs a closure", (f"{A}actor.optim.optimizer=LBFGS",)),
         BadInput("Names", "an optimizer for sparse gradients", (f"{A}actor.optim.optimizer=SparseAdam",)),
