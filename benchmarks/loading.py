@@ -57,6 +57,8 @@ def peak_of(load: Callable[[], None]) -> int:
 
 
 def rank_main(rank: int, ranks: int, model: str, way: str, out: str) -> None:
+    import peft  # noqa: F401  (libraries are no part of the model)
+
     from verl_omni.workers.engine.compile.blocks import repeated_blocks
     from verl_omni.workers.engine.fsdp.diffusers_impl import DiffusersFSDPEngine
 
