@@ -100,6 +100,7 @@ $(DOCS)/.installed: pyproject.toml
 
 docs: $(DOCS)/.installed ## Build the documentation as a site, in site/; a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs --quiet build --strict
+	@$(DOCS)/bin/python tests/documented/blocks.py --summary
 	@echo "Open site/index.html"
 
 bench: $(STAMP) ## Measure speed at a small size
