@@ -9,5 +9,5 @@ def test_import_loads_nothing_heavy_and_writes_nothing(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
     loaded, version = done.stdout.splitlines()
     assert loaded == "", f"import verl_omni loads {loaded}"
-    assert version.count(".") == 2
+    assert version[0].isdigit()
     assert list(tmp_path.iterdir()) == []

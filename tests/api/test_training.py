@@ -1,0 +1,131 @@
+"""`verl_omni.train`: how arguments become settings of the command, and how a run calls a function of this process."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+import verl_omni
+from verl_omni.api import reward_at_home, training
+from verl_omni.api.home import Home, call_home
+from verl_omni.utils.errors import RunError
+
+
+@pytest.fixture
+def started(monkeypatch) -> list:
+    """The commands that would have been run."""
+    commands = []
+    monkeypatch.setattr(training, "_run", lambda command, environment, *rest: commands.append((command, environment)))
+    return commands
+
+
+def settings(command: list[str]) -> dict:
+    """As the command's own parser reads them."""
+    words = [word for word in command[3:] if "=" in word]
+    return {one.key_or_group: one.value() for one in OverridesParser.create().parse_overrides(words)}
+
+
+def test_arguments_are_the_commands_settings(started, tmp_path):
+    verl_omni.train(
+        "some/model",
+        ['say "hi", {x}', {"prompt": "b", "ground_truth": "7"}],
+        "ocr",
+        recipe="qwen_image_ocr",
+        folder=tmp_path / "run",
+        settings={"trainer.save_freq": 5, "reward": {"scorers": None}},
+        actor_rollout_ref={"rollout": {"n": 4}, "model": {"target_modules": ["to_q", "to_k"]}},
+        trainer={"logger": ["console"], "val_before_train": False},
+    )
+    ((command, _),) = started
+    assert command[3] == "qwen_image_ocr"
+    found = settings(command)
+    rows = (tmp_path / "run.prompts.jsonl").read_text().splitlines()
+    assert rows == ['{"prompt": "say \\"hi\\", {x}"}', '{"prompt": "b", "ground_truth": "7"}']
+    assert found == {
+        "trainer.save_freq": 5,
+        "reward.scorers": [{"name": "ocr", "weight": 1}],
+        "actor_rollout_ref.rollout.n": 4,
+        "actor_rollout_ref.model.target_modules": ["to_q", "to_k"],
+        "trainer.logger": ["console"],
+        "trainer.val_before_train": False,
+        "trainer.default_local_dir": str(tmp_path / "run"),
+        "actor_rollout_ref.model.path": "some/model",
+        "data.train_files": str(tmp_path / "run.prompts.jsonl"),
+    }
+
+
+def test_a_reward_of_this_process_is_asked_for_from_another_one(started, tmp_path):
+    told = []
+
+    def reward(image, prompt, ground_truth=None):
+        told.append((image.size, prompt, os.getpid()))
+        if prompt == "bad":
+            raise ZeroDivisionError("no")
+        return {"score": 0.5, "length": len(prompt)}
+
+    # A process that shares nothing with this one but its environment, as Ray's.
+    code = """
+import torch
+from verl_omni.api.reward_at_home import one
+told = dict(solution_image=torch.full((3, 4, 6), 0.5), data_source="x", ground_truth=None, extra_info={}, code="")
+print(one(prompt="a cat", **told))
+try:
+    one(prompt="bad", **told)
+except ZeroDivisionError as error:
+    print(error)
+"""
+    with Home(training.at_home(reward)) as home:
+        asked = [sys.executable, "-c", code]
+        done = subprocess.run(asked, env=os.environ | home.environment, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["{'score': 0.5, 'length': 5}", "no"], done.stderr
+    assert told[0] == ((6, 4), "a cat", os.getpid())
+
+
+def test_many_images_at_once_a_coroutine_and_an_exception_of_ones_own():
+    class Odd(Exception):
+        pass
+
+    async def reward(images, prompts):
+        if len(images) > 2:
+            raise Odd("three")
+        return [len(prompt) for prompt in prompts]
+
+    image = torch.zeros(3, 2, 2)
+    with Home(training.at_home(reward)) as home, pytest.MonkeyPatch.context() as patch:
+        for name, value in home.environment.items():
+            patch.setenv(name, value)
+        named = {"data_sources": [], "ground_truths": [], "extra_infos": [], "code": ""}
+        assert reward_at_home.many([image] * 2, prompts=["a", "bc"], **named) == [1, 2]
+        with pytest.raises(RuntimeError, match="three") as raised:
+            reward_at_home.many([image] * 3, prompts=["a"] * 3, **named)
+        assert type(raised.value).__name__ == "Odd"
+        patch.setenv("VERL_OMNI_HOME_KEY", "00" * 32)
+        with pytest.raises(multiprocessing.AuthenticationError):
+            call_home({})
+
+
+def test_a_function_says_what_it_was_written_as(started, tmp_path):
+    for reward in (lambda image: 1.0, lambda image: 2.0, lambda images: [1.0]):
+        verl_omni.train("m", "prompts.txt", reward, folder=tmp_path / "run")
+    first, second, third = (settings(command) for command, _ in started)
+    code = "reward.custom_reward_function.reward_kwargs"
+    assert first[code] != second[code], "going on with another reward is told, and refused"
+    names = [found["reward.custom_reward_function.name"] for found in (first, second, third)]
+    assert names == ["one", "one", "many"] and "VERL_OMNI_HOME" in started[0][1]
+
+
+def test_what_cannot_work_is_refused_before_anything_starts(started, tmp_path):
+    with pytest.raises(ValueError, match="parameter 'picture'|picture"):
+        verl_omni.train("m", "prompts.txt", lambda picture: 1.0, folder=tmp_path)
+    with pytest.raises(ValueError, match="not to be reached from the other machines"):
+        verl_omni.train("m", "prompts.txt", lambda image: 1.0, folder=tmp_path, ray={"address": "auto"})
+    assert not started
+
+
+def test_the_commands_last_line_is_the_error(tmp_path):
+    with pytest.raises(RunError, match="^trainer.sav_freq: there is no such|sav_freq"):
+        verl_omni.train("m", "prompts.txt", "ocr", folder=tmp_path / "run", trainer={"sav_freq": 1})
