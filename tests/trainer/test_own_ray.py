@@ -65,9 +65,10 @@ def test_a_raylet_that_gave_up_is_started_again_with_its_ports_chosen(started, c
         "metrics_agent_port_cb5 ("
     )
     (first, arguments, limits), (second, more, _) = started.parameters
-    assert not first.keywords and arguments == {"num_cpus": 2}
+    assert first.keywords == {"no_monitor": True} and arguments == {"num_cpus": 2}
     names = {"metrics_agent_port", "dashboard_agent_listen_port", "runtime_env_agent_port"}
-    assert second.keywords.keys() == names and more.keys() == {"num_cpus", "_metrics_export_port"}
+    assert second.keywords.pop("no_monitor") and second.keywords.keys() == names
+    assert more.keys() == {"num_cpus", "_metrics_export_port"}
     assert len({*second.keywords.values(), more["_metrics_export_port"]}) == 4
     assert f"--dashboard_agent_listen_port={second.keywords['dashboard_agent_listen_port']}" in started.commands[1]
     assert own_ray.LIMITS.items() <= limits.items()
