@@ -1,6 +1,6 @@
 """What loading a model costs each rank in memory: its own share, and never the whole.
 
-    python -m benchmarks.loading                                 # a model of 433 million parameters, 1, 2 and 4 ranks
+    python -m benchmarks.loading                                 # a model of 457 million parameters, 1, 2 and 4 ranks
     python -m benchmarks.loading --write docs/performance.md     # the table, where the document says <!-- LOADING -->
 
 Each rank is a process (gloo, a CPU) that builds the training engine from a folder of bfloat16 weights in several files.

@@ -10,7 +10,7 @@ from engine_cases import make_engine, model_config
 from peft.tuners.lora import LoraLayer
 from tiny_models import tiny_checkpoint
 
-from verl_omni.config import FSDPConfig
+from verl_omni.config import EngineConfig
 from verl_omni.perf.flops import peak_flops
 from verl_omni.testing.local_trainer import local_config, local_trainer
 from verl_omni.workers.engine.compile.blocks import repeated_blocks
@@ -58,7 +58,7 @@ def test_all_of_it_on_a_gpu(tmp_path, recwarn):
 
 @pytest.mark.parametrize("name", ["use_torch_compile", "compile_ahead", "fused_gelu"])
 def test_null_is_the_devices_choice(name):
-    default = getattr(FSDPConfig(), name)
+    default = getattr(EngineConfig(), name)
     assert default is None and on_gpu(default, GPU) and not on_gpu(default, CPU)
     for device in (CPU, GPU):
         assert on_gpu(True, device) and not on_gpu(False, device)
@@ -66,11 +66,11 @@ def test_null_is_the_devices_choice(name):
 
 def test_dtypes():
     """Half precision on a GPU; what an optimizer moves is held in float32, what LoRA leaves as it is need not be."""
-    assert resolve_dtypes(FSDPConfig(), CPU, lora=False) == resolve_dtypes(FSDPConfig(), CPU, lora=True)
-    assert resolve_dtypes(FSDPConfig(), CPU, lora=True) == (torch.float32, torch.float32)
-    assert resolve_dtypes(FSDPConfig(), GPU, lora=False) == (torch.bfloat16, torch.float32)
-    assert resolve_dtypes(FSDPConfig(), GPU, lora=True) == (torch.bfloat16, torch.bfloat16)
-    asked = FSDPConfig(dtype="bfloat16", model_dtype="float32")
+    assert resolve_dtypes(EngineConfig(), CPU, lora=False) == resolve_dtypes(EngineConfig(), CPU, lora=True)
+    assert resolve_dtypes(EngineConfig(), CPU, lora=True) == (torch.float32, torch.float32)
+    assert resolve_dtypes(EngineConfig(), GPU, lora=False) == (torch.bfloat16, torch.float32)
+    assert resolve_dtypes(EngineConfig(), GPU, lora=True) == (torch.bfloat16, torch.bfloat16)
+    asked = EngineConfig(dtype="bfloat16", model_dtype="float32")
     assert resolve_dtypes(asked, GPU, lora=True) == (torch.bfloat16, torch.float32)
 
 
