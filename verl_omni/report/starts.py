@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def note_start(run_dir: str | Path, step: int, command: str | None) -> None:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "step": step,
         "verl_omni": verl_omni.__version__,
-        "code": commit(Path(verl_omni.__file__).parent),  # None where it was installed from a wheel
+        "code": code_commit(Path(verl_omni.__file__)),
         "commit": commit(Path.cwd()),
         "machine": machine(),
         "command": command,
@@ -47,6 +48,17 @@ def read_starts(run_dir: str | Path) -> list[dict[str, Any]]:
 def typed_command() -> str:
     """The command of this process, as one would type it again, but for keys and passwords."""
     return shlex.join(["python", *map(masked_argument, sys.orig_argv[1:])])
+
+
+def code_commit(file: Path) -> str | None:
+    """The commit that the installed code is of: its checkout's, or what pip noted; None where neither is known."""
+    if output_of("git", "-C", str(file.parent), "ls-files", "--error-unmatch", file.name) is not None:
+        return commit(file.parent)
+    try:  # an environment may lie in a checkout of something else
+        origin = json.loads(metadata.distribution("verl-omni").read_text("direct_url.json") or "{}")
+    except metadata.PackageNotFoundError:
+        return None
+    return origin.get("vcs_info", {}).get("commit_id", "")[:12] or None
 
 
 def commit(folder: Path) -> str | None:

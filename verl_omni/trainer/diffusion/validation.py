@@ -77,6 +77,7 @@ def write_samples(batch: DataProto, folder: Path, mode: str = "w") -> None:
             row = {
                 "index": i,
                 "prompt": batch.non_tensor_batch["prompt"][i],
+                "data_source": batch.non_tensor_batch["data_source"][i],
                 "ground_truth": reward_model.get("ground_truth"),
                 "score": None if math.isnan(score := batch.batch["rm_scores"][i, 0].item()) else score,
                 "seed": int(batch.non_tensor_batch["seed"][i]),
