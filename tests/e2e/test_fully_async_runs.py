@@ -156,7 +156,7 @@ def test_a_run_that_died_goes_on_with_the_prompts_that_it_has_not_trained(here):
     took = order(folder)
     assert [(g["prompt"], g["version"]) for g in took[2]] == [(0, 2), (5, 2)]
     page = (folder / "report.html").read_text()
-    assert "Who did what in the last steps" in page and "rollout 0: drawing" in page and "training: learning" in page
+    assert "Who did what in the last steps" in page and '"who": "rollout 0", "spans": [["' in page
 
     again = here("again", *saved, "trainer.replay=run")  # both of its starts
     assert without(again, "queue/") == without(found, "queue/")

@@ -13,61 +13,21 @@ import pytest
 from PIL import Image
 
 import verl_omni
-from verl_omni.report.charts import Series, line_chart, stacked_bars, ticks
+from verl_omni.report.assets import WEB
+from verl_omni.report.charts import MOST_POINTS, Series, as_script, line_chart, stacked_bars, thinned
 from verl_omni.report.galleries import MAX_PAIRS
 from verl_omni.report.report import Run, format_before_after_table, main, write_report
-from verl_omni.report.starts import commit, note_start, read_starts
-
-STEPS = 6
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
-    """A run of six steps with validations at 0, 3 and 6, as the trainer leaves it."""
-    lines = [{"step": 0, "data": {"val-core/ocr/reward/mean@1": 0.544, "val-aux/ocr/exact/mean@1": 0.17}}]
-    for step in range(1, STEPS + 1):
-        data = {
-            "critic/rewards/mean": 0.5 + step / 20,
-            "actor/pg_clipfrac": 0.125,
-            "actor/grad_norm": None,
-            "timing_s/step": 10.0,
-            "timing_s/gen": 4.0,
-            "timing_s/update_actor": 3.5,
-            "perf/total_num_images": 96,
-        }
-        if step % 3 == 0:
-            data |= {"val-core/ocr/reward/mean@1": 0.6 + step / 20, "timing_s/testing": 2.0}
-            data |= {"val-aux/ocr/exact/mean@1": step / 10}
-        lines.append({"step": step, "data": data})
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "config.yaml").write_text("trainer:\n  note: <b>not bold</b>\n")
-    for step in (0, 3, 10):
-        folder = tmp_path / "validation" / f"step_{step}"
-        folder.mkdir(parents=True)
-        with (folder / "samples.jsonl").open("w") as samples:
-            for index in range(4):
-                Image.new("RGB", (32, 16), (step * 20, index * 60, 200)).save(folder / f"{index:05d}.png")
-                sample = {
-                    "index": index,
-                    "prompt": f'a sign that reads "40{index}"',
-                    "ground_truth": f"40{index}",
-                    "score": 0.25 if step == 0 else 1.0,
-                    "seed": index,
-                    "image": f"{index:05d}.png",
-                    "reward_extra_info": {"ocr_text": f"read{step}-{index}", "exact": float(step > 0)},
-                }
-                samples.write(json.dumps(sample) + "\n")
-    return tmp_path
+from verl_omni.report.starts import code_commit, commit, note_start, read_starts
 
 
 class Collector(HTMLParser):
     """Text, images and every reference of a page; raises where tags do not close."""
 
-    VOID = {"meta", "img", "br", "line", "circle", "rect", "polyline"}
+    VOID = {"meta", "img", "br"}
 
     def __init__(self, page: str):
         super().__init__()
-        self.open, self.texts, self.images, self.links = [], [], [], []
+        self.open, self.texts, self.images, self.links, self.data = [], [], [], [], None
         self.feed(page)
         assert self.open == []
 
@@ -84,7 +44,15 @@ class Collector(HTMLParser):
             assert self.open.pop() == tag
 
     def handle_data(self, data):
-        self.texts.append(data)
+        if self.open[-1:] == ["script"]:
+            self.data = json.loads(data) if self.data is None else self.data  # what is drawn comes before what draws it
+        elif self.open[-1:] != ["style"]:
+            self.texts.append(data)
+
+    def curve(self, heading: str, label: str) -> dict[float, float]:
+        """Of a chart that the page draws."""
+        (chart,) = (chart for chart in self.data if chart["heading"] == heading)
+        return next(dict(map(tuple, one["points"])) for one in chart["series"] if one["label"] == label)
 
     @property
     def text(self) -> str:
@@ -94,7 +62,8 @@ class Collector(HTMLParser):
 def test_numbers_of_the_run_land_in_the_page(run_dir):
     path = write_report(run_dir, title="Signs & numbers", continue_command="verl-omni trainer.total_training_steps=40")
     assert path == run_dir / "report.html"
-    text = Collector(path.read_text()).text
+    page = Collector(path.read_text())
+    text = page.text
     assert "Signs & numbers" in text
     assert "validation reward (ocr) 0.544 → 0.900" in text and "+0.356, step 0 to 6" in text
     assert "validation exact (ocr) 0.170 → 0.600" in text
@@ -102,15 +71,21 @@ def test_numbers_of_the_run_land_in_the_page(run_dir):
     assert "6 steps · 1 min 0 s of training · 576 images scored" in text
     assert "verl-omni trainer.total_training_steps=40" in text
     assert "note: <b>not bold</b>" in text
-    assert "training, step 4: 0.7" in text
-    assert "actor/pg_clipfrac, step 2: 0.125" in text
-    assert "gen, step 1: 4 s" in text and "other, step 1: 2.5 s" in text and "testing, step 3: 2 s" in text
+    assert page.curve("Reward", "training")[4] == 0.7
+    assert page.curve("Reward", "validation reward (ocr)") == {0: 0.544, 3: 0.75, 6: 0.9}
+    assert page.curve("Clip fraction", "actor/pg_clipfrac")[2] == 0.125
+    seconds = {part: page.curve("Seconds of each step", part) for part in ("gen", "other", "testing")}
+    assert seconds["gen"][1] == 4 and seconds["other"][1] == 2.5 and seconds["testing"][3] == 2
 
 
 def test_page_needs_nothing_from_outside(run_dir):
     page = write_report(run_dir).read_text()
     assert Collector(page).links == []
-    assert "http" not in page and "@import" not in page and "url(" not in page
+    library = (WEB / "uPlot.iife.min.js").read_text()
+    notice = library.splitlines()[0]
+    assert library in page and "MIT License" in (WEB / "uPlot.LICENSE").read_text()
+    own = page.replace(notice, "")
+    assert "http" not in own and "@import" not in own and "url(" not in own and "fetch(" not in own
 
 
 def test_pairs_show_first_and_last_validation_side_by_side(run_dir):
@@ -177,13 +152,34 @@ def test_what_made_the_run_is_said(run_dir):
     assert "main_diffusion recipe=<x>" in Collector(write_report(run_dir).read_text()).text
 
 
-def test_the_commit_of_the_code_itself_is_noted(run_dir, monkeypatch):
-    """Of a checkout; a wheel has none."""
-    monkeypatch.setattr("verl_omni.report.starts.commit", lambda folder: f"of {folder}")
+def git(folder: Path, *arguments: str) -> str:
+    if shutil.which("git") is None:
+        pytest.skip("there is no git")
+    who = ("-c", "user.name=a", "-c", "user.email=a@b")
+    done = subprocess.run(["git", "-C", folder, *who, *arguments], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def test_the_commit_of_the_code_itself_is_noted(run_dir, tmp_path, monkeypatch):
+    """Of its own checkout, not of one that an environment lies in; a package that pip took from git says it too."""
+    checkout = tmp_path / "checkout"
+    code, installed = checkout / "verl_omni/__init__.py", checkout / ".venv/lib/verl_omni/__init__.py"
+    for file in (code, installed):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    git(tmp_path, "init", "-q", "checkout")
+    git(checkout, "add", "verl_omni")
+    git(checkout, "commit", "-qm", "one")
+    head = git(checkout, "rev-parse", "HEAD")[:12]
+    assert code_commit(code) == head and code_commit(installed) is None
+    origin = {"url": "of a repository", "vcs_info": {"vcs": "git", "commit_id": "0123456789abcdef"}}
+    pip = type("", (), {"read_text": lambda self, name: json.dumps(origin) if name == "direct_url.json" else None})
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: pip())
+    assert code_commit(installed) == "0123456789ab"
+    monkeypatch.setattr(verl_omni, "__file__", str(code))
     note_start(run_dir, 7, None)
-    code = str(Path(verl_omni.__file__).parent)
-    assert read_starts(run_dir)[-1]["code"] == f"of {code}"
-    assert f"verl-omni {verl_omni.__version__} at of {code}" in Collector(write_report(run_dir).read_text()).text
+    assert read_starts(run_dir)[-1]["code"] == head
+    assert f"verl-omni {verl_omni.__version__} at {head}" in Collector(write_report(run_dir).read_text()).text
 
 
 def test_pairs_are_not_scored_images(tmp_path):
@@ -212,19 +208,35 @@ def test_before_and_after_are_of_the_same_prompts_where_scores_failed(run_dir):
     assert "1 scores of validation failed" in Collector(write_report(run_dir).read_text()).text
 
 
-def test_the_users_commit_is_noted(tmp_path):
-    def git(*arguments):
-        return subprocess.run(["git", "-C", tmp_path, *arguments], check=True, capture_output=True, text=True).stdout
+def test_of_several_sources_each_is_compared_on_its_own_prompts(run_dir):
+    """Prompts 0 and 1 are of `a`, where one failed at the end, 2 and 3 of `b`, where all have scores."""
+    names = [f"val-core/{source}/reward/mean@1" for source in "ab"]
+    first, last = dict.fromkeys(names, 0.5), {names[0]: 1.0, names[1]: 0.75, "val-aux/a/failed": 1.0}
+    lines = [{"step": 0, "data": first}, {"step": 3, "data": last}]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for step, scores in ((0, (0.9, 0.1, 0.5, 0.5)), (3, (None, 1.0, 0.5, 1.0))):
+        edit(
+            run_dir / f"validation/step_{step}/samples.jsonl",
+            lambda row, scores=scores: row | {"score": scores[row["index"]], "data_source": "aabb"[row["index"]]},
+        )
+    of_a, of_b = Run(run_dir).changes()
+    assert (of_a.label, of_a.before, of_a.after) == ("validation reward (a), 1 prompts scored both times", 0.1, 1.0)
+    assert (of_b.label, of_b.before, of_b.after) == ("validation reward (b)", 0.5, 0.75)
+    for step in (0, 3):  # none was kept
+        (run_dir / f"validation/step_{step}/samples.jsonl").unlink()
+    of_a, _ = Run(run_dir).changes()
+    assert of_a.label == "validation reward (a), not of the same prompts as some scores failed"
 
-    if shutil.which("git") is None:
-        pytest.skip("there is no git")
+
+def test_the_users_commit_is_noted(tmp_path):
+    git(tmp_path, "--version")
     assert commit(tmp_path) is None
-    git("init", "-q")
+    git(tmp_path, "init", "-q")
     assert commit(tmp_path) is None, "nothing was committed"
     (tmp_path / "reward.py").write_text("a = 1\n")
-    git("add", ".")
-    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "one")
-    head = git("rev-parse", "HEAD").strip()
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "one")
+    head = git(tmp_path, "rev-parse", "HEAD")
     assert commit(tmp_path) == head[:12]
     (tmp_path / "reward.py").write_text("a = 2\n")
     assert commit(tmp_path) == head[:12] + "+"
@@ -248,9 +260,9 @@ def test_colours_follow_the_scores_of_the_run_whatever_their_range(run_dir):
 def test_the_spread_within_groups_is_drawn(run_dir):
     spread = {"critic/rewards/std_mean": 0.125, "critic/rewards/zero_std_ratio": 0.5}
     edit(run_dir / "metrics.jsonl", lambda line: line | {"data": line["data"] | spread})
-    text = Collector(write_report(run_dir).read_text()).text
-    assert "Reward's standard deviation in a group" in text and "critic/rewards/std_mean, step 2: 0.125" in text
-    assert "Groups whose rewards are all equal" in text and "zero_std_ratio, step 2: 0.5" in text
+    page = Collector(write_report(run_dir).read_text())
+    assert page.curve("Reward's standard deviation in a group", "critic/rewards/std_mean")[2] == 0.125
+    assert page.curve("Groups whose rewards are all equal", "critic/rewards/zero_std_ratio")[2] == 0.5
 
 
 def test_a_run_without_rewards_and_one_with_a_single_validation(run_dir):
@@ -290,35 +302,25 @@ def test_a_folder_that_is_no_run_gets_one_clear_line(tmp_path):
         Run(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]), (0.544, 0.93, [0.5, 0.6, 0.7, 0.8, 0.9, 1.0]), (-3, 12, [-5, 0, 5, 10, 15])],
-)
-def test_ticks_are_round_and_enclose_the_data(low, high, expected):
-    assert ticks(low, high) == pytest.approx(expected)
+def test_a_curve_keeps_its_points_and_a_long_one_its_spikes():
+    chart = line_chart("a", [Series("few", [(0, 1 / 3), (5, 2.0)]), Series("none", [])])
+    assert [(one["label"], one["points"]) for one in chart["series"]] == [("few", [[0, 0.333333], [5, 2.0]])]
+    long = [(step, 1.0) for step in range(30_001)]
+    long[12_345] = (12_345, 9.0)
+    long[12_346] = (12_346, -9.0)
+    kept = thinned(long)
+    assert len(kept) <= MOST_POINTS and {(12_345, 9.0), (12_346, -9.0)} <= set(kept)
+    assert kept == sorted(kept) and kept[0][0] == 0 and kept[-1][0] == 30_000
 
 
-def test_ticks_of_a_constant():
-    for constant in (0.0, 3.0, -2e-9, 1e20, 3e-14):
-        marks = ticks(constant, constant)
-        assert marks[0] < constant < marks[-1]
+def test_bars_have_a_part_of_every_step():
+    chart = stacked_bars("seconds", [1, 2], {"a": [1.0, 2.0], "b": [3.0, 1.0]})
+    assert [one["points"] for one in chart["series"]] == [[[1, 1.0], [2, 2.0]], [[1, 3.0], [2, 1.0]]]
 
 
-def test_line_chart_places_points_in_proportion():
-    svg = line_chart([Series("a", [(0, 0.0), (5, 0.5), (10, 1.0)])])
-    (x0, y0), (x1, y1), (x2, y2) = (
-        tuple(map(float, pair.split(","))) for pair in re.search('points="([^"]+)"', svg)[1].split()
-    )
-    assert x1 == pytest.approx((x0 + x2) / 2, abs=0.1) and y1 == pytest.approx((y0 + y2) / 2, abs=0.1)
-    assert x0 < x2 and y0 > y2
-
-
-def test_stacked_bars_stand_on_each_other():
-    svg = stacked_bars([1, 2], {"a": [1.0, 2.0], "b": [3.0, 1.0]})
-    bars = [tuple(map(float, m)) for m in re.findall(r'y="([\d.]+)" width="[\d.]+" height="([\d.]+)"', svg)]
-    (a_top, a_height), (b_top, b_height) = bars[0], bars[2]
-    assert b_top + b_height == pytest.approx(a_top, abs=0.2)
-    assert b_height == pytest.approx(3 * a_height, abs=0.3)
+def test_no_name_can_end_the_script_that_holds_it():
+    script = as_script([line_chart("</script><script>alert(1)</script>", [])])
+    assert script.count("<") == 2 and json.loads(script.split(">", 1)[1].rsplit("<", 1)[0])[0]["heading"][0] == "<"
 
 
 # ---- a run of somebody else --------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ from typing import Any
 
 from PIL import UnidentifiedImageError
 
+from verl_omni.report.assets import asset
 from verl_omni.report.pictures import data_uri
-from verl_omni.report.style import STYLE
-from verl_omni.report.tracking import readable
+from verl_omni.utils.readable import readable
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def write_contact_sheet(out: Path, title: str, facts: str, tiles: Sequence[Tile]
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{STYLE}</style></head><body><main><header><h1>{escape(title)}</h1>"
+        f"<style>{asset('style.css')}</style></head><body><main><header><h1>{escape(title)}</h1>"
         f'<p class="facts">{escape(facts)}</p></header>'
         f'<div class="pairs">{"".join(map(_tile, tiles))}</div></main></body></html>',
         encoding="utf-8",

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from verl_omni.report.pictures import data_uri
-from verl_omni.report.tracking import readable
 from verl_omni.utils.json_files import read_lines
+from verl_omni.utils.readable import readable
 
 MAX_PAIRS = 36
 

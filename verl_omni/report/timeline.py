@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from verl_omni.report.charts import lanes
+from verl_omni.report.charts import Chart, lanes
 from verl_omni.report.tracking import JsonLines
 from verl_omni.utils.run_files import read_metrics
 
@@ -49,18 +49,18 @@ class Timeline:
             self._lines.log({"spans": dated}, step)
 
 
-def timeline_chart(run_dir: str | Path, width: int) -> str:
-    """The last steps of a run as SVG, one row for each pool; empty for a run that noted none."""
+def timeline_chart(run_dir: str | Path, heading: str) -> Chart | None:
+    """The last steps of a run, one row for each pool; none for a run that noted none."""
     path = Path(run_dir) / FILE
     entries = read_metrics(path)[-SHOWN:] if path.is_file() else []
     spans = [span for entry in entries for span in entry["data"]["spans"]]
     if not spans:
-        return ""
+        return None
     first = min(start for *_, start, _ in spans)
     rows: dict[str, list[tuple[str, float, float]]] = {}
     for who, what, start, end in sorted(spans, key=lambda span: _row(span[0])):
         rows.setdefault(who, []).append((what, start - first, end - first))
-    return lanes(rows, width=width)
+    return lanes(heading, rows)
 
 
 def _row(who: str) -> tuple[int, str]:

@@ -8,16 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from verl_omni.utils.readable import readable
 from verl_omni.utils.run_files import read_metrics
 from verl_omni.utils.suggest import unknown
 
 OWN = ("console", "jsonl")
-
-
-def readable(value: float, decimals: int = 3, sign: str = "") -> str:
-    """`0.734`, and small numbers with as many digits that count: `0.00123`, `2.5e-07`."""
-    small = value != 0 and abs(value) < 0.1
-    return f"{value:{sign}.{decimals}{'g' if small else 'f'}}"
 
 
 # What a person watches during training, of the hundred or so numbers of a step: (metric, label, how it is shown).
