@@ -17,15 +17,13 @@ from verl_omni.perf.memory import names_memory_knobs
 from verl_omni.pipelines.drawing import Drawer, Request, equal_parts
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.vllm_omni import VllmOmniPipelineBase
+from verl_omni.utils.quiet_libraries import keep_vllm_quiet
 from verl_omni.workers.engine.module import autocast
 from verl_omni.workers.engine.protocol import TrainingEngine
 from verl_omni.workers.host_memory import HostMemory, bring
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.batched import BatchedRollout, answer
 from verl_omni.workers.rollout.vllm_rollout.loading import TrainedWeights
-
-# What vLLM has to say goes where all that libraries say goes.
-LOGGING = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 
 
 class VllmOmniRollout(BatchedRollout):
@@ -147,8 +145,7 @@ def build_engine(
 ) -> Any:
     """vLLM-Omni's engine with our pipeline in it, and the weights of the model's folder."""
     DiffusionModelBase.get_class(model_config).refuse_code(model_config)
-    for name, value in LOGGING.items():  # read on import
-        os.environ.setdefault(name, value)
+    keep_vllm_quiet()
     from vllm_omni.diffusion.data import DiffusionParallelConfig, OmniDiffusionConfig
     from vllm_omni.platforms import current_omni_platform
 
