@@ -9,6 +9,8 @@ import time
 import psutil
 import pytest
 
+from verl_omni.report.run_state import read_state
+
 # A run of three steps that starts a process of its own, deaf to signals and in a session of its own, as Ray's are.
 RUN = """
 import pathlib, signal, subprocess, sys, time
@@ -112,6 +114,17 @@ def test_a_driver_that_is_killed(tmp_path):
     assert code == 1
     assert said.startswith("error: the driver (pid ") and len(said.splitlines()) == 1
     assert "was killed by SIGKILL during the rollout of step 3; nothing was saved yet; details in " in said
+
+
+def test_of_a_driver_that_is_killed_there_is_a_report(tmp_path):
+    """And whoever looks from outside reads how it ended."""
+    then = '(here / "run/metrics.jsonl").write_text(\'{"step": 1, "data": {"critic/rewards/mean": 0.5}}\\n{"st\')'
+    run = Watched(tmp_path, f"{then}; import os; os.kill(os.getpid(), signal.SIGKILL)", step=2)
+    code, said = run.end()
+    report = tmp_path / "run/report.html"
+    assert code == 1 and f"; report in {report}; details in " in said and report.stat().st_size
+    state = read_state(tmp_path / "run")
+    assert state.word == "failed" and state.line.endswith("was killed by SIGKILL during the rollout of step 2")
 
 
 def test_a_run_that_is_over_and_does_not_end(tmp_path):

@@ -102,12 +102,14 @@ def test_a_run_leaves_what_the_documentation_promises(uninterrupted):
     names = {path.name for path in uninterrupted.iterdir()}
     assert names == {
         "config.yaml", "metrics.jsonl", "run.log", "validation", "latest_checkpointed_iteration.txt",
-        "global_step_2", "global_step_3", "starts.jsonl", "report.html", "training",
+        "global_step_2", "global_step_3", "starts.jsonl", "report.html", "training", "progress.json",
     }  # fmt: skip
     said = "Done: all of the run is in run, weights in run/global_step_3/export, report in run/report.html"
     assert said in (uninterrupted.parent / "log.txt").read_text().splitlines()
     page = (uninterrupted / "report.html").read_text()
     assert "Before and after" in page and "critic/rewards/std_mean" in page and "killer.py" in page
+    at = json.loads((uninterrupted / "progress.json").read_text())
+    assert (at["over"], at["step"], at["total"], at["done"]) == (0, 3, 3, 3)
     (start,) = read_starts(uninterrupted)
     assert start["step"] == 0 and "main_diffusion" in start["command"] and "lora_rank=4" in start["command"]
     assert (uninterrupted / "latest_checkpointed_iteration.txt").read_text().split()[0] == "3"

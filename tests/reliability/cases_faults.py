@@ -46,6 +46,8 @@ def asked() -> list[Fault]:
         Fault(sigterm, "while a checkpoint is written", order("save", "command", SIGTERM, 2), **stopped),
         Fault("The terminal is closed (SIGHUP)", "in the update of step 2", order("update", "command", SIGHUP),
               says=None),
+        Fault("Stop is pressed on the page of `verl-omni watch`", "in the update of step 2",
+              {"at": "update", "after": 1, "do": "touch", "file": "stop.request"}, says=("stopped after step 2",)),
     ]  # fmt: skip
 
 

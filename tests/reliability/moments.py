@@ -99,6 +99,7 @@ DEEDS = {
     "crash": lambda order: os.kill(os.getpid(), signal.SIGSEGV),
     "starve": starve,
     "fill": fill,
+    "touch": lambda order: (RUN / order["file"]).touch(),
 }
 
 

@@ -12,11 +12,13 @@ import torch
 from e2e_runs import metrics, run_here, settings
 from safetensors.torch import load_file
 
+from verl_omni.trainer import interrupts
 from verl_omni.trainer.diffusion import ending, zero_gradient
 from verl_omni.trainer.diffusion.policy_gradient_trainer import PolicyGradientRayTrainer
 from verl_omni.trainer.progress import progress
 from verl_omni.trainer.run_folder.checkpointing import data_state, whole_checkpoints
 from verl_omni.utils.errors import RunError
+from verl_omni.utils.run_files import SAVE, STOP
 from verl_omni.workers.engine.base import DiffusionEngine
 
 REWARD = """
@@ -160,3 +162,40 @@ def test_a_checkpoint_that_failed_is_not_tried_again(tmp_path, monkeypatch, proc
     with pytest.raises(Exception, match="the disk is full"):
         run(tmp_path, monkeypatch, "trainer.save_freq=1")
     assert "could not be saved" not in capsys.readouterr().out
+
+
+def wish_in_step(step: int, file: Path, monkeypatch) -> None:
+    """Somebody leaves that file while the step is learned."""
+    learn = PolicyGradientRayTrainer.learn
+
+    def learn_and_wish(trainer, experience, timing):
+        if trainer.global_step == step - 1:
+            file.touch()
+        return learn(trainer, experience, timing)
+
+    monkeypatch.setattr(PolicyGradientRayTrainer, "learn", learn_and_wish)
+
+
+def test_asked_to_stop_by_a_file_it_ends_as_by_a_signal(tmp_path, monkeypatch, process_group):
+    """In step 2: it is finished and saved. What was asked of an earlier start is forgotten."""
+    monkeypatch.setattr(interrupts, "_received", None)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / STOP).touch()
+    with monkeypatch.context() as patch:
+        wish_in_step(2, tmp_path / "run" / STOP, patch)
+        run(tmp_path, monkeypatch)
+    assert interrupts.stop_requested() and not (tmp_path / "run" / STOP).exists()
+    assert list(whole_checkpoints(tmp_path / "run")) == [2] and set(metrics(tmp_path / "run")) == {0, 1, 2}
+    assert (tmp_path / "run/report.html").exists()
+    monkeypatch.setattr(interrupts, "_received", None)
+    run(tmp_path, monkeypatch)
+    same_end(tmp_path / "run", _undisturbed())
+
+
+def test_asked_to_save_by_a_file_it_saves_and_goes_on(tmp_path, monkeypatch, process_group):
+    wish_in_step(1, tmp_path / "run" / SAVE, monkeypatch)
+    run(tmp_path, monkeypatch)
+    saved = whole_checkpoints(tmp_path / "run")
+    assert list(saved) == [1, 3] and not (saved[1] / "in_between.txt").exists()  # nothing replaces it
+    assert not (tmp_path / "run" / SAVE).exists()
+    same_end(tmp_path / "run", _undisturbed())

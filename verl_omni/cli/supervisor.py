@@ -103,8 +103,7 @@ class Supervisor:
         end_children()
         if self.progress.over is not None:
             return self._said()
-        say(f"stopped by {name(self.stopped_by)} during the {self.progress.where()}{last_words(self.progress)}")
-        return 128 + self.stopped_by
+        return self._last_words(f"stopped by {name(self.stopped_by)}", 128 + self.stopped_by)
 
     def _ended(self) -> int:
         end, deadline = None, time.monotonic() + 5
@@ -123,14 +122,37 @@ class Supervisor:
         why = "ended" if end is None else f"was killed by {name(end.si_status)}"
         if silent:
             why = f"ended with exit code {end.si_status} and without a word"
-        say(f"error: the driver (pid {self.child}) {why} during the {self.progress.where()}{last_words(self.progress)}")
-        return 1
+        return self._last_words(f"error: the driver (pid {self.child}) {why}", 1)
+
+    def _last_words(self, line: str, code: int) -> int:
+        """Of a run that could not say them itself, nor write its report."""
+        line = f"{line} during the {self.progress.where()}"
+        if self.progress.run_dir is not None:
+            self.progress.report = self.progress.report or late_report(self.progress.run_dir)
+            self.progress.over, self.progress.words = code, line
+            reports.write_progress(self.progress, None)
+        say(f"{line}{last_words(self.progress)}")
+        return code
 
     def _said(self) -> int:
         """A run that was over and did not end: what it would have said, and its exit code."""
         if self.progress.last:
             say(f"{self.progress.last}{last_words(self.progress)}")
         return self.progress.over
+
+
+def late_report(run_dir: str) -> str | None:
+    """The report of a run that has ended; none where it has nothing to show."""
+    from verl_omni.report.report import write_report
+
+    metrics = os.path.join(run_dir, "metrics.jsonl")
+    if not os.path.isfile(metrics) or not os.path.getsize(metrics):
+        return None
+    try:
+        return str(write_report(run_dir))
+    except (OSError, ValueError) as error:
+        say(f"the report could not be written: {error}")
+        return None
 
 
 def last_words(progress: Progress) -> str:

@@ -125,7 +125,7 @@ def end(line: str, code: int) -> None:
     from verl_omni.trainer.run_folder.log import terminal
 
     print(f"{line}{last_words(progress)}", file=terminal(), flush=True)
-    tell(over=code, last=None)
+    tell(over=code, last=None, words=line)
     sys.exit(code)
 
 

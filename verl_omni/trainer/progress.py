@@ -1,13 +1,23 @@
-"""Where a run is, known to the process that watches it too, so that the end of any process can be put in words."""
+"""Where a run is, known to the process that watches it too, so that the end of any process can be put in words.
+
+The same stands in `progress.json` of the run's folder, for whoever looks from outside.
+"""
 
 import dataclasses
+import functools
 import json
 import os
+import socket
+import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import Any, TextIO
+
+from verl_omni.utils.run_files import PROGRESS
 
 # The timers of a step, as a person would call them.
 WORDS = {
@@ -31,11 +41,13 @@ class Progress:
     resume_mode: str = "auto"
     stage: str = "start"
     step: int = 0
+    total: int = 0
     done: int = 0
     saves: bool = True  # not with trainer.save_freq=0
     report: str | None = None  # where it is, once the run has ended and written it
     over: int | None = None  # the exit code, once there is nothing left to do but to end
     last: str | None = None  # and what is then to be said, should the ending hang
+    words: str | None = None  # the last ones, of a run that did not come to its end
 
     def where(self) -> str:
         return f"{self.stage} of step {self.step}" if self.step else self.stage
@@ -91,6 +103,29 @@ def tell(**changes: Any) -> None:
         setattr(progress, name, value)
     if _watcher is not None:
         os.write(_watcher, json.dumps(dataclasses.asdict(progress)).encode() + b"\n")
+    if progress.run_dir is not None:
+        write_progress(progress, _process(os.getpid()))
+
+
+def write_progress(progress: Progress, process: dict[str, Any] | None) -> None:
+    """Into the run's folder. What cannot be written is no reason to end a run."""
+    path = Path(progress.run_dir, PROGRESS)
+    said = dataclasses.asdict(progress) | {"process": process, "time": time.time()}
+    try:
+        new = path.with_suffix(".tmp")
+        new.write_text(json.dumps(said))
+        new.replace(path)
+    except OSError as error:
+        with suppress(OSError):  # the log lies on the same disk
+            print(f"{path} cannot be written: {error}", file=sys.stderr, flush=True)
+
+
+@functools.cache
+def _process(pid: int) -> dict[str, Any]:
+    """Enough to know later whether it is still there."""
+    import psutil
+
+    return {"host": socket.gethostname(), "pid": pid, "began": psutil.Process(pid).create_time()}
 
 
 class Stages(dict[str, float]):

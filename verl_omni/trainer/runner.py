@@ -64,7 +64,7 @@ class TaskRunner:
 
     def report(self) -> dict[str, Any]:
         """Where the run is."""
-        return {name: getattr(progress, name) for name in ("stage", "step", "done", "report")}
+        return {name: getattr(progress, name) for name in ("stage", "step", "total", "done", "report")}
 
     def stop(self) -> bool:
         """Finish the step, save, and end."""
@@ -120,9 +120,12 @@ def run_diffusion(config: DictConfig, task_runner_class: Any = None, quiet: bool
     from verl_omni.trainer.run_folder.lock import run_lock
     from verl_omni.trainer.run_folder.resuming import finished
     from verl_omni.utils.external_lib import with_registered
+    from verl_omni.utils.quiet_libraries import keep_vllm_quiet
 
+    if quiet:
+        keep_vllm_quiet()
     # Several runs may follow each other in one process.
-    tell(run_dir=None, stage="start", step=0, done=0, report=None, over=None, last=None)
+    tell(run_dir=None, stage="start", step=0, total=0, done=0, report=None, over=None, last=None, words=None)
     check_groups(config)
     if config.ray.address is not None:
         check_answers(config.ray.address)

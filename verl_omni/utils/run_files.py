@@ -6,6 +6,10 @@ from typing import Any
 from verl_omni.utils.json_files import MOST_BYTES, parse_object
 from verl_omni.utils.regular_files import open_regular
 
+PROGRESS = "progress.json"
+# What people ask of a run by a file in its folder, which it looks for between steps.
+STOP, SAVE = "stop.request", "save.request"
+
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The entries of a ``metrics.jsonl``. A last line without its end, left by a killed run, is not an entry."""

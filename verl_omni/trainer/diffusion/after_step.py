@@ -5,8 +5,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from verl_omni.report.notices import notice
 from verl_omni.report.timeline import Timeline
-from verl_omni.report.tracking import Tracking, readable
+from verl_omni.report.tracking import Tracking
 from verl_omni.rewards.choice import read_choices, weighted
 from verl_omni.trainer.callbacks import Callback, Run, Step
 from verl_omni.trainer.diffusion.diffusion_metric_utils import (
@@ -19,9 +20,11 @@ from verl_omni.trainer.diffusion.idle import Balance, shares
 from verl_omni.trainer.diffusion.reward_metrics import RewardWatch, reward_metrics
 from verl_omni.trainer.diffusion.validation import write_training_samples
 from verl_omni.trainer.progress import progress, tell, timer
+from verl_omni.trainer.run_folder import wishes
 from verl_omni.trainer.run_folder.checkpoints import Checkpoints
 from verl_omni.trainer.run_folder.log import terminal
 from verl_omni.trainer.run_folder.saving import is_due
+from verl_omni.utils.readable import readable
 
 
 def follow(callbacks: Iterable[Callback], run: Run, step: Step) -> None:
@@ -50,7 +53,7 @@ class Scores(Callback):
     def on_step_end(self, run: Run, step: Step) -> None:
         step.metrics |= compute_data_metrics_diffusion(step.batch) | reward_metrics(step.batch, self.weights)
         for line in self.watch.see(step.metrics):
-            print(f"step {step.number}: {line}", flush=True)
+            notice(run.folder, line, step.number)
 
 
 class KeptSamples(Callback):
@@ -69,7 +72,7 @@ class Waiting(Callback):
     def on_step_end(self, run: Run, step: Step) -> None:
         step.metrics |= shares(step.timing)
         if line := self.balance.see(step.timing):
-            print(line, flush=True)
+            notice(run.folder, line)
 
 
 class Validation(Callback):
@@ -121,10 +124,12 @@ class Save(Callback):
         self.saving, self.save, self.tracking = checkpoints.saving, save, tracking
 
     def on_step_end(self, run: Run, step: Step) -> None:
-        if self.saving.is_due(step.number, step.last):
+        wishes.heed_stop(run.folder)
+        wanted = wishes.wants_save(run.folder)
+        if wanted or self.saving.is_due(step.number, step.last):
             seconds: dict[str, float] = {}
             with timer(seconds, "save_checkpoint"):
-                self.save(step.last)
+                self.save(step.last or wanted)
             self.tracking.log({"timing_s/save_checkpoint": seconds["save_checkpoint"]}, step=step.number)
 
 

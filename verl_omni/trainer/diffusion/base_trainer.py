@@ -119,7 +119,7 @@ class BaseRayDiffusionTrainer(Sampling):
         """Train to the last step: validate, save and log as the config says."""
         trainer = self.config.trainer
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        tell(stage="loading of the checkpoint")
+        tell(stage="loading of the checkpoint", total=self.total_steps)
         start = self.checkpoints.load(self.actor_wg, self.total_steps, self.train_loader)
         self.global_step = start.step
         tracking = open_folder(self.config, self.run_dir, start, self.total_steps)

@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 
-from tqdm import tqdm
-
+from verl_omni.report.notices import notice
 from verl_omni.trainer.callbacks import Callback, Run, Step
 from verl_omni.utils.errors import RunError
 
@@ -21,10 +20,8 @@ class ZeroGradients(Callback):
         without = metrics.get("actor/grad_norm") == 0.0 or metrics.get("training/skipped_updates") == 1.0
         self.in_a_row = self.in_a_row + 1 if without else 0
         if without:
-            tqdm.write(
-                f"step {number}: the gradient is 0 for every weight, nothing is learned ({self.in_a_row} in a row, "
-                f"{MOST_IN_A_ROW} end the run): {likely_cause(metrics)}"
-            )
+            said = f"the gradient is 0 for every weight, nothing is learned ({self.in_a_row} in a row, "
+            notice(run.folder, f"{said}{MOST_IN_A_ROW} end the run): {likely_cause(metrics)}", number)
         if self.in_a_row >= MOST_IN_A_ROW:
             step.last, step.end = True, RunError(
                 f"the gradient was 0 for every weight from step {number - self.in_a_row + 1} to {number}, nothing is "

@@ -29,7 +29,7 @@ IN_BETWEEN = "in_between.txt"  # in a checkpoint that no trainer.save_freq asked
 MODES = ("auto", "auto_previous", "disable", "resume_path")
 # What else in a run's folder tells of the run, and moves with its checkpoints.
 RECORDS = (
-    *("config*.yaml", "metrics.jsonl", "order.jsonl", "timeline.jsonl", "starts.jsonl"),
+    *("config*.yaml", "metrics.jsonl", "order.jsonl", "timeline.jsonl", "notices.jsonl", "starts.jsonl"),
     *("validation", "training", "report.html"),
 )
 

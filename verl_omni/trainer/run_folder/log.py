@@ -1,4 +1,4 @@
-"""What is for the user goes to the terminal, the rest to a file in the run's folder."""
+"""What is for the user goes to the terminal, and all there is to a file in the run's folder."""
 
 import os
 import shlex
@@ -35,6 +35,23 @@ class Terminal:
         return getattr(self.stream, name)
 
 
+class Logged:
+    """What is said to the user stands in the log too, among what the libraries say: it is all there, in order."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            os.write(2, text.encode(errors="replace"))
+        except OSError:  # a disk without a free byte: the user still hears it
+            pass
+        return self.stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
 def terminal() -> Terminal:
     return Terminal(_terminal or sys.stderr)
 
@@ -48,6 +65,8 @@ def open_run_log(folder: str | Path) -> None:
     _terminal = _terminal or os.fdopen(os.dup(2), "w", buffering=1)
     os.dup2(log, 2)
     os.close(log)
+    if not isinstance(sys.stdout, Logged):
+        sys.stdout = Logged(sys.stdout)
     command = shlex.join(map(masked_argument, sys.orig_argv))
     try:
         os.write(2, f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} {command}\n".encode())

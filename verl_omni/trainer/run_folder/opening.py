@@ -7,13 +7,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_omni.report.starts import note_start, typed_command
 from verl_omni.report.tracking import Tracking
-from verl_omni.trainer.run_folder import checkpointing
+from verl_omni.trainer.run_folder import checkpointing, wishes
 from verl_omni.trainer.run_folder.resuming import Start
 from verl_omni.utils.masking import masked
 
 
 def open_folder(config: DictConfig, folder: Path, start: Start, total_steps: int) -> Tracking:
     """Where the metrics of this start go."""
+    wishes.forget(folder)
     trainer, told = config.trainer, masked(OmegaConf.to_container(config, resolve=True))
     if not trainer.val_only:
         checkpointing.begin(folder, start.source)
