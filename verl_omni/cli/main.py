@@ -39,6 +39,7 @@ GROUPS: dict[str, dict[str, Subcommand]] = {
         "plan": Subcommand(f"{CLI}plan", "how many devices should train, and how many draw, from a run's timing"),
     },
     "To look at what came of it": {
+        "watch": Subcommand(f"{CLI}watch", "a page about runs while they train: images, curves, stop and save"),
         "sample": Subcommand(f"{CLI}sample", "draw images with a run's weights, or a model's"),
         "eval": Subcommand(f"{CLI}eval", "compare a checkpoint, or two, by any rewards: table, win rate, page"),
         "export": Subcommand(f"{CLI}export", "weights for diffusers or ComfyUI: LoRA, or merged into the model"),

@@ -1,1 +1,1 @@
-"""What a run tells: metrics, the report and its charts."""
+"""What a run tells: metrics, the report, the live page and their charts."""
