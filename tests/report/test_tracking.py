@@ -1,13 +1,17 @@
 import json
 import math
 import os
+import sys
 import time
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from verl_omni.report import tracker_pictures
 from verl_omni.report.tracking import AddedLines, Console, JsonLines, Tracking, read_metrics
+from verl_omni.utils.errors import RunError
 
 
 def lines(path):
@@ -157,3 +161,104 @@ def test_wandb_offline_writes_below_the_run(tmp_path, monkeypatch):
     while b"critic/rewards/mean" not in files[0].read_bytes():
         assert time.monotonic() < until
         time.sleep(0.1)
+
+
+# ---- images and videos -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def drawn(tmp_path):
+    """A run's folder with the images of a validated step, and a video: {name: what is in the file}."""
+    folder = tmp_path / "run/validation/step_1"
+    folder.mkdir(parents=True)
+    frames = [Image.new("RGB", (16, 8), colour) for colour in ("red", "green", "blue")]
+    frames[0].save(folder / "00000.png")
+    frames[1].save(folder / "00001.gif", save_all=True, append_images=frames[1:])
+    rows = [
+        {"index": i, "prompt": f"prompt {i}", "score": score, "image": name, "reward_extra_info": {}}
+        for i, (name, score) in enumerate({"00000.png": 0.5, "00001.gif": None}.items())
+    ]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {name: (folder / name).read_bytes() for name in ("00000.png", "00001.gif")}
+
+
+def logged_twice(run_dir, backend):
+    """As a step that was validated and then saved: its images are sent once."""
+    tracking = track(run_dir, backend)
+    tracking.log({"val-core/a/reward/mean@1": 0.5}, 1)
+    tracking.log({"timing_s/save_checkpoint": 0.5}, 1)
+    tracking.finish()
+
+
+def test_tensorboard_has_the_images_and_videos(tmp_path, drawn, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
+    logged_twice(tmp_path / "run", "tensorboard")
+    events = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    events.Reload()
+    for name, content in drawn.items():
+        (image,) = events.Images(f"images/validation/{name[:5]}")
+        assert (image.step, image.width, image.height, image.encoded_image_string) == (1, 16, 8, content)
+    (words,) = events.Tensors("images/validation/00001/text_summary")
+    assert words.tensor_proto.string_val[0] == b"its reward failed: prompt 1"
+
+
+def test_wandb_has_the_images_and_videos(tmp_path, drawn, monkeypatch):
+    import wandb
+
+    wandb.teardown()  # of earlier tests: it reads its environment once
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    logged_twice(tmp_path / "run", "wandb")
+    files = [path for path in tmp_path.glob("run/wandb/offline-run-*/files/media/**/*") if path.is_file()]
+    assert sorted(path.suffix for path in files) == [".gif", ".png"]
+    assert {path.read_bytes() for path in files} == set(drawn.values())
+
+
+def test_mlflow_has_the_images_and_videos(tmp_path, drawn, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+    logged_twice(tmp_path / "run", "mlflow")
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'run/mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("project").experiment_id])
+    assert run.data.metrics["val-core/a/reward/mean_at_1"] == 0.5
+    files = [path for path in (tmp_path / "run/mlflow").rglob("*") if path.is_file()]
+    (image,) = (path for path in files if path.suffix == ".png")
+    assert Image.open(image).convert("RGB").getpixel((3, 3)) == (255, 0, 0)
+    (video,) = (path for path in files if path.suffix == ".gif")
+    assert video.read_bytes() == drawn["00001.gif"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], "all of it is in the run's folder"
+
+
+def test_trackio_has_the_images_and_videos(tmp_path, drawn, monkeypatch):
+    trackio = pytest.importorskip("trackio", reason="trackio is not installed")
+    monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path / "trackio")
+    monkeypatch.setattr("trackio.utils.MEDIA_DIR", tmp_path / "trackio/media")
+    for module in [module for name, module in sys.modules.items() if name.startswith("trackio")]:
+        for name in ("TRACKIO_DIR", "MEDIA_DIR"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, tmp_path / "trackio" / ("media" if name == "MEDIA_DIR" else ""))
+    logged_twice(tmp_path / "run", "trackio")
+    assert trackio.context_vars.current_run.get() is None
+    files = [path for path in (tmp_path / "trackio").rglob("*") if path.suffix in (".png", ".gif")]
+    assert {path.read_bytes() for path in files} == set(drawn.values())
+
+
+def test_a_tracker_that_takes_no_images_ends_no_run(tmp_path, drawn, monkeypatch, capsys):
+    def broken(*_):
+        raise ConnectionError("no way there")
+
+    monkeypatch.setitem(tracker_pictures.SENDERS, "tensorboard", broken)
+    logged_twice(tmp_path / "run", "tensorboard")
+    said = "step 1: tensorboard did not take the images: ConnectionError: no way there"
+    assert capsys.readouterr().out.splitlines().count(said) == 1
+
+
+def test_mlflow_that_cannot_start_is_said(tmp_path, monkeypatch):
+    """verl goes on without it after three tries: nobody would know."""
+    monkeypatch.setattr("verl.utils.tracking.Tracking.__init__", lambda tracking, *_: setattr(tracking, "logger", {}))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:9")
+    with pytest.raises(RunError, match="trainer.logger has mlflow, which could not be started"):
+        track(tmp_path, "mlflow")

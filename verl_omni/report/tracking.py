@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from verl_omni.report.tracker_pictures import TrackerPictures
+from verl_omni.utils.errors import RunError
 from verl_omni.utils.readable import readable
 from verl_omni.utils.run_files import read_metrics
 from verl_omni.utils.suggest import unknown
@@ -41,8 +43,8 @@ class Tracking:
 
     ``resumed_step`` is the step of the checkpoint that the run goes on from, None for a run from the start. A run that
     ``only_adds``, as validation does, leaves all that other starts have logged.
-    TensorBoard and W&B write below ``run_dir`` unless ``TENSORBOARD_DIR`` or ``WANDB_DIR`` say otherwise; W&B needs no
-    network with ``WANDB_MODE=offline``.
+    TensorBoard, W&B and MLflow write below ``run_dir`` unless ``TENSORBOARD_DIR``, ``WANDB_DIR`` or
+    ``MLFLOW_TRACKING_URI`` say otherwise; W&B needs no network with ``WANDB_MODE=offline``.
     """
 
     def __init__(
@@ -67,8 +69,18 @@ class Tracking:
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         theirs = [name for name in backends if name not in OWN]
-        with _default_env(TENSORBOARD_DIR=run_dir / "tensorboard", WANDB_DIR=run_dir):
+        given = dict(os.environ)
+        with _default_env(
+            TENSORBOARD_DIR=run_dir / "tensorboard",
+            WANDB_DIR=run_dir,
+            MLFLOW_TRACKING_URI=f"sqlite:///{(run_dir / 'mlflow.db').resolve()}",
+        ):
+            if "mlflow" in theirs and "MLFLOW_TRACKING_URI" not in given:
+                _keep_artifacts_in(run_dir / "mlflow", project_name)
             self._theirs = VerlTracking(project_name, experiment_name, theirs, dict(config or {}))
+        if "mlflow" in theirs and "mlflow" not in self._theirs.logger:  # verl would go on without it
+            raise RunError("trainer.logger has mlflow, which could not be started: run.log has its own words")
+        self._pictures = TrackerPictures(run_dir, self._theirs.logger)
         self._own = []
         if "jsonl" in backends:
             path = run_dir / "metrics.jsonl"
@@ -81,6 +93,7 @@ class Tracking:
         for backend in self._own:
             backend.log(numbers, step)
         self._theirs.log(numbers, step)
+        self._pictures.send(step)
 
     def finish(self, exit_code: int = 0) -> None:
         for backend in self._own:
@@ -185,8 +198,17 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _keep_artifacts_in(folder: Path, project_name: str) -> None:
+    """MLflow's own place for images is the folder that a run was started in."""
+    import mlflow
+
+    client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
+    if client.get_experiment_by_name(project_name) is None:
+        client.create_experiment(project_name, artifact_location=folder.resolve().as_uri())
+
+
 @contextmanager
-def _default_env(**values: Path) -> Iterator[None]:
+def _default_env(**values: str | Path) -> Iterator[None]:
     """Set environment variables for the while, except those that the user has set."""
     added = [name for name in values if name not in os.environ]
     os.environ.update({name: str(values[name]) for name in added})

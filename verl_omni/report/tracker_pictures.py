@@ -1,0 +1,111 @@
+"""A run's images and videos in the trackers that people look at, each by its own library."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_omni.report.galleries import read_samples
+from verl_omni.utils.image_files import opened_image
+from verl_omni.utils.readable import readable
+
+MOST = 16  # of a step: trackers keep all of them for ever
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image file, or an animation; `name` is the same at every step for the same prompt."""
+
+    name: str
+    file: Path
+    caption: str
+
+    @property
+    def moves(self) -> bool:
+        return self.file.suffix == ".gif"
+
+
+def pictures_in(folder: Path, kind: str) -> list[Picture]:
+    """The first ones of a step that was validated, or whose best and worst images were kept."""
+    found = []
+    for row in list(read_samples(folder))[:MOST]:
+        score = "its reward failed" if row["score"] is None else readable(row["score"])
+        file = folder / row["image"]
+        found.append(Picture(f"{kind}/{file.stem}", file, f"{score}: {row['prompt']}"))
+    return found
+
+
+def to_wandb(wandb: Any, pictures: Sequence[Picture], step: int) -> None:
+    """One panel for each kind of picture."""
+    panels: dict[str, list[Any]] = {}
+    for one in pictures:
+        kind = wandb.Video if one.moves else wandb.Image
+        panels.setdefault(f"images/{one.name.split('/')[0]}", []).append(kind(str(one.file), caption=one.caption))
+    wandb.log(panels, step=step)
+
+
+def to_tensorboard(adapter: Any, pictures: Sequence[Picture], step: int) -> None:
+    """The files as they are: TensorBoard shows a GIF as an animation."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    for one in pictures:
+        with opened_image(one.file) as image:
+            width, height = image.size
+        encoded = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=one.file.read_bytes())
+        value = Summary.Value(tag=f"images/{one.name}", image=encoded)
+        adapter.writer.file_writer.add_summary(Summary(value=[value]), step)
+        adapter.writer.add_text(f"images/{one.name}", one.caption, step)
+
+
+def to_mlflow(adapter: Any, pictures: Sequence[Picture], step: int) -> None:
+    """Images by step; animations as artifacts, for which MLflow has no steps."""
+    import mlflow
+
+    for one in pictures:
+        if one.moves:
+            mlflow.log_artifact(str(one.file), artifact_path=f"videos/step_{step}/{one.name.split('/')[0]}")
+        else:
+            with opened_image(one.file) as image:
+                mlflow.log_image(image.convert("RGB"), key=f"images/{one.name}", step=step)
+
+
+def to_trackio(adapter: Any, pictures: Sequence[Picture], step: int) -> None:
+    trackio = adapter.trackio
+    shown = {
+        f"images/{one.name}": trackio.Video(str(one.file), caption=one.caption, format="gif")
+        if one.moves
+        else trackio.Image(str(one.file), caption=one.caption)
+        for one in pictures
+    }
+    trackio.log(shown, step=step)
+
+
+SENDERS: Mapping[str, Callable[[Any, Sequence[Picture], int], None]] = {
+    "wandb": to_wandb,
+    "tensorboard": to_tensorboard,
+    "mlflow": to_mlflow,
+    "trackio": to_trackio,
+}
+
+
+class TrackerPictures:
+    """Sends what a step has left in the run's folder, once. A tracker that does not take them ends no run."""
+
+    def __init__(self, run_dir: Path, trackers: Mapping[str, Any]):
+        self.run_dir = run_dir
+        self.trackers = {name: tracker for name, tracker in trackers.items() if name in SENDERS}
+        self._sent: set[Path] = set()
+
+    def send(self, step: int) -> None:
+        folders = {kind: self.run_dir / kind / f"step_{step}" for kind in ("validation", "training")}
+        there = {kind: folder for kind, folder in folders.items() if (folder / "samples.jsonl").is_file()}
+        new = {kind: folder for kind, folder in there.items() if folder not in self._sent}
+        if not new or not self.trackers:
+            return
+        self._sent.update(new.values())
+        pictures = [one for kind, folder in new.items() for one in pictures_in(folder, kind)]
+        for name, tracker in self.trackers.items():
+            try:
+                SENDERS[name](tracker, pictures, step)
+            except Exception as error:  # of a library and its network: anything
+                print(f"step {step}: {name} did not take the images: {type(error).__name__}: {error}", flush=True)
