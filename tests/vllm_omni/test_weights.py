@@ -110,3 +110,14 @@ def test_a_tensor_that_finds_no_place_is_an_error(trained, monkeypatch):
     monkeypatch.setattr(pipeline, "load_weights", forgetful)
     with pytest.raises(KeyError, match="of vLLM-Omni has no place for the weights transformer.*to_out.0.weight"):
         engine.update_weights(move(training, 12).items(), 12)
+
+
+def test_nan_is_never_drawn(trained):
+    """Whatever a broken update sends; and with whole weights the engine goes on."""
+    row, training, engine = trained
+    whole = {name: tensor.clone() for name, tensor in training.get_per_tensor_param()[0]}
+    engine.update_weights({name: torch.full_like(tensor, torch.nan) for name, tensor in whole.items()}.items(), 90)
+    with pytest.raises(Exception, match="images have NaN or infinite values: the model has diverged"):
+        ask(row, engine, training.model_config, PROMPTS[:1], cfg=False)
+    engine.update_weights(whole.items(), 91)
+    assert ask(row, engine, training.model_config, PROMPTS[:1], cfg=False)[0].version == 91

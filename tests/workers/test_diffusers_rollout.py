@@ -22,6 +22,7 @@ from verl_omni.config import (
 )
 from verl_omni.pipelines.drawing import equal_parts
 from verl_omni.pipelines.qwen_image import QwenImage
+from verl_omni.utils.errors import RunError
 from verl_omni.workers.engine.lora import add_lora, base_name
 from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
 
@@ -341,3 +342,15 @@ def test_a_batch_that_nobody_waits_for_ends_before_its_next_step():
     assert len(steps) == STEPS and isinstance(second, asyncio.CancelledError)
     (alone,) = generate(engine, [(PROMPTS[0], 0)], keep_trajectory=False, sde_window=None)
     assert (first.image.int() - alone.image.int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize("of", ["transformer", "vae"])
+def test_nan_is_never_drawn(of):
+    """It would become a black image, which would be scored and learned from."""
+    engine = rollout()
+    engine.module = copy.deepcopy(engine.module)  # others draw with it
+    broken = engine.module if of == "transformer" else engine.pipe.vae.decoder
+    with torch.no_grad():
+        next(broken.parameters()).fill_(torch.nan)
+    with pytest.raises(RunError, match="1 of 1 images have NaN or infinite values: the model has diverged"):
+        generate(engine, [(PROMPTS[0], 0)])

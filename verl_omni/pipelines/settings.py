@@ -49,11 +49,12 @@ def check_size(where: str, pipeline: DiffusionPipelineConfig, model: DiffusionMo
 
 
 def check_steps(where: str, pipeline: DiffusionPipelineConfig, model: DiffusionModelConfig) -> None:
-    """The model's noise schedule can be walked in so many steps: where it is stretched to its end, not in one."""
+    """The model's noise schedule can be walked in so many steps: where it is stretched to its end, not in one, and
+    where its last step does nothing, not in that alone."""
     asked, adapter = dataclasses.replace(model, pipeline=pipeline), DiffusionModelBase.get_class(model)
     scheduler = adapter.build_scheduler(asked)
     with np.errstate(all="ignore"):
         adapter.set_timesteps(scheduler, asked, "cpu")
-    if not scheduler.sigmas.isfinite().all():
+    if not scheduler.sigmas.isfinite().all() or adapter.num_steps(asked) < 1:
         steps = pipeline.num_inference_steps
         raise ValueError(f"{where}num_inference_steps={steps}: expected more, for the noise schedule of this model")

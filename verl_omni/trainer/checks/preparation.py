@@ -32,7 +32,7 @@ from verl_omni.pipelines.model_folder import check_model_folder
 from verl_omni.pipelines.schedulers.flow_match_sde import takes_own_steps
 from verl_omni.pipelines.schedulers.steps import Step, get_step, step_names
 from verl_omni.pipelines.schedulers.windows import check_window
-from verl_omni.pipelines.settings import check_size
+from verl_omni.pipelines.settings import check_size, check_steps
 from verl_omni.rewards.choice import read_choices, weighted
 from verl_omni.trainer.checks.correction import check_correction_fits, fill_correction
 from verl_omni.trainer.checks.filtering import check_filter
@@ -138,6 +138,7 @@ def _check(settings: DiffusionTrainerConfig) -> None:
     _check_guidance(settings, adapter)
     for where, pipeline in (("", arr.rollout.pipeline), ("val_kwargs.", validation_pipeline(arr.rollout))):
         check_size(f"actor_rollout_ref.rollout.{where}pipeline.", pipeline, arr.model)
+        check_steps(f"actor_rollout_ref.rollout.{where}pipeline.", pipeline, arr.model)
         _check_reads(f"actor_rollout_ref.rollout.{where}pipeline", pipeline, adapter, arr.model)
     _check_placement(settings)
     check_rollout_engine(settings)
