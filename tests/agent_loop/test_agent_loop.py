@@ -138,7 +138,7 @@ def test_who_draws_the_images_writes_them(tmp_path):
     data.meta_info["scores_only"] = True
     files = {i: str(tmp_path / f"step/{i:05d}") for i in range(3)}
     output = run(data, lambda prompt: 1.0, then=lambda images: None, images_to=files)
-    assert output.non_tensor_batch["image_file"].tolist() == ["00000.png", "00001.png", "00002.png", None]
+    assert output.non_tensor_batch["written"].tolist() == [{"image": f"0000{i}.png"} for i in range(3)] + [None]
     assert "responses" not in output.batch.keys()
     assert Image.open(tmp_path / "step/00002.png").getpixel((0, 0)) == (2, 2, 2)
 
@@ -396,7 +396,7 @@ def test_names_of_the_user_and_of_the_run_do_not_meet(tmp_path):
     sampling = {"max_sequence_length": 64, "negative_prompt": " "}
     data = BaseRayDiffusionTrainer._rollout_batch(trainer, prompts, 2, np.arange(4), sampling, step=3)
     output = run(data, score)
-    output.non_tensor_batch["image_file"] = object_array([f"{i}.png" for i in range(4)])
+    output.non_tensor_batch["written"] = object_array([{"image": f"{i}.png"} for i in range(4)])
     trainer.agent_loop_manager.start_images.return_value = lambda: (output, lambda: output)
     trainer.scored_rows = lambda *rows: BaseRayDiffusionTrainer.scored_rows(trainer, *rows)
     _, scores = BaseRayDiffusionTrainer._draw(trainer, data, "current")()
@@ -468,6 +468,8 @@ def test_the_best_and_the_worst_of_a_group_are_written(tmp_path):
         return scores[ground_truth]
 
     output = run(data, judge, on_failure="drop", n=4)
-    assert list(output.non_tensor_batch["image_file"]) == [None, "00000_best.png", None, "00000_worst.png", None, None]
+    assert list(output.non_tensor_batch["written"]) == [
+        *(None, {"image": "00000_best.png"}, None, {"image": "00000_worst.png"}, None, None)
+    ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00000_best.png", "00000_worst.png"]
     assert "returned nan" in output.non_tensor_batch["reward_failure"][2]

@@ -118,8 +118,8 @@ def test_the_reward_loop_scores_with_it(clip):
     function = as_reward_function(None, Choice("clip_score", "clip_score", settings={"model": str(clip[0])}))
     pixels = [torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255 for image in pictures((40, 40), (40, 40))]
     samples = [
-        {"data_source": "clip_score", "solution_image": pixels[0], "prompt": "a fox"},
-        {"data_source": "clip_score", "solution_image": torch.stack(pixels), "prompt": "a fox"},
+        {"data_source": "clip_score", "response": pixels[0], "prompt": "a fox"},
+        {"data_source": "clip_score", "response": torch.stack(pixels), "prompt": "a fox"},
     ]
     image, video = asyncio.run(function.score(samples))
     scorer = make_scorer("clip_score", {"model": str(clip[0])})

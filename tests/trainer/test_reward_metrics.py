@@ -105,7 +105,7 @@ def test_samples_are_written_whole_or_not_at_all(tmp_path):
             raise OSError("No space left on device")
 
     def samples(*told) -> DataProto:
-        columns = {"image_file": "x.png", "reward_model": {}, "prompt": "a cat", "data_source": "a", "seed": 1}
+        columns = {"written": {"image": "x.png"}, "reward_model": {}, "prompt": "a cat", "data_source": "a", "seed": 1}
         rows = {name: object_array([value] * len(told)) for name, value in columns.items()}
         rows["reward_extra_info"] = object_array([{"told": one} for one in told])
         return DataProto.from_dict({"rm_scores": torch.ones(len(told), 1)}, rows)

@@ -43,7 +43,7 @@ class Loop(BaseRayDiffusionTrainer):
         batch = DataProto.from_dict(
             {"sample_level_rewards": torch.tensor(rewards)},
             {"uid": object_array(["a", "a", "b", "b"]), "data_source": object_array(["x"] * 4)}
-            | {name: object_array([None] * 4) for name in ("image_file", "keep_to")},
+            | {name: object_array([None] * 4) for name in ("written", "keep_to")},
         )
         return batch, dict(metrics)
 

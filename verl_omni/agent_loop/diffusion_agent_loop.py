@@ -21,6 +21,7 @@ from verl_omni.agent_loop.outputs import (
     fields,
     references,
     side_by_side,
+    written,
 )
 from verl_omni.agent_loop.routing import Block, blocks_of
 from verl_omni.agent_loop.sample_engine import SampleEngine
@@ -33,7 +34,6 @@ from verl_omni.rewards.choice import OWN, read_choices, rewards_of
 from verl_omni.rewards.reward_function import RewardError
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.external_lib import import_external_lib
-from verl_omni.utils.pictures import write_image
 from verl_omni.utils.registry import Registry
 from verl_omni.workers.rollout.base import RolloutOutput
 
@@ -75,7 +75,7 @@ class DiffusionSingleTurnAgentLoop(DiffusionAgentLoopBase):
             image_data=images,
             negative_prompt_ids=self.adapter.tokenize(tokenizers, negative, limit, images),
         )
-        return DiffusionAgentLoopOutput(output.image, ids, {**output.trajectory, **output.conditions})
+        return DiffusionAgentLoopOutput(output.response, ids, {**output.trajectory, **output.conditions})
 
 
 class DiffusionAgentLoopWorker:
@@ -98,7 +98,8 @@ class DiffusionAgentLoopWorker:
         self._batches: dict[str, ScoredBatch] = {}
 
     async def generate_sequences(self, batch: DataProto) -> DataProto:
-        """Images (`responses`, uint8), trajectories, text features and (with reward workers) `rm_scores` of a batch.
+        """What was made (`responses`; images are uint8), trajectories, text features and (with reward workers)
+        `rm_scores` of a batch.
 
         Each row of `batch` has a prompt and a seed; `meta_info["sampling_params"]` holds what all rows share.
         """
@@ -138,8 +139,8 @@ class DiffusionAgentLoopWorker:
         result = collate(outputs, scores_only)
         whole = self.config.actor_rollout_ref.rollout.n
         files = best_and_worst(outputs, scored.rows, whole) | (images_to or {})
-        names = {row: write_image(outputs[row].response, Path(file)) for row, file in files.items()}
-        result.non_tensor_batch["image_file"] = object_array([names.get(row) for row in range(len(outputs))])
+        names = {row: written(outputs[row].response, Path(file)) for row, file in files.items()}
+        result.non_tensor_batch["written"] = object_array([names.get(row) for row in range(len(outputs))])
         waited = max(o.score_time for o in outputs) - max(o.image_time for o in outputs)
         result.meta_info["timing"] = {"rewards": max(0.0, waited)}
         return result
@@ -165,28 +166,32 @@ class DiffusionAgentLoopWorker:
 
     async def _score(self, output: DiffusionAgentLoopOutput, row: dict[str, Any]) -> None:
         ids = torch.tensor([output.prompt_ids], dtype=torch.long)
-        await self._compute_score(output, ids, output.response[None], torch.ones_like(ids), ids, row)
+        one = output.response[None] if isinstance(output.response, torch.Tensor) else object_array([output.response])
+        await self._compute_score(output, ids, one, torch.ones_like(ids), ids, row)
 
     async def _compute_score(
         self,
         output: DiffusionAgentLoopOutput,
         prompts: torch.Tensor,
-        responses: torch.Tensor,
+        responses: torch.Tensor | np.ndarray,
         attention_mask: torch.Tensor,
         input_ids: torch.Tensor,
         kwargs: dict[str, Any],
     ) -> None:
-        """Ask a reward worker, if there are any, for the score of one finished image, and put it into `output`.
+        """Ask a reward worker, if there are any, for the score of one finished sample, and put it into `output`.
 
-        For a subclass to override: tokens of the prompt (1, L), the image (1, C, H, W), and the row of the batch.
+        For a subclass to override: tokens of the prompt (1, L), the image (1, C, H, W) or, of what has no pixels, an
+        array with it, and the row of the batch.
         """
         if not self.reward_workers:
             return
         keys = ("data_source", "reward_model", "extra_info", "prompt", "uid")
         one = DataProto.from_dict(
-            tensors={"responses": responses},
+            tensors={"responses": responses} if isinstance(responses, torch.Tensor) else {"sample": torch.zeros(1)},
             non_tensors={k: np.array([kwargs[k]], dtype=object) for k in keys if k in kwargs},
         )
+        if not isinstance(responses, torch.Tensor):
+            one.non_tensor_batch["responses"] = responses
         one.meta_info |= {"burst": kwargs["burst"], "position": kwargs["reward_place"]}
         result = await self._answer(self.reward_workers[kwargs["reward_worker"]], one, kwargs.get("prompt", ""))
         output.reward_score = result["reward_score"]

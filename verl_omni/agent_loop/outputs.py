@@ -1,6 +1,7 @@
 """What agent loops give, and what becomes of it: columns of a batch, pictures worth keeping."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,15 +10,16 @@ from verl.protocol import DataProto
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
 from verl_omni.utils.arrays import object_array
+from verl_omni.utils.responses import Response, kind_of, write_response
 from verl_omni.workers.columns import concatenated, stacked
 from verl_omni.workers.rollout.trajectories import COLUMN
 
 
 @dataclass
 class DiffusionAgentLoopOutput:
-    """One sample: its image (or text), what training needs, and (once scored) its reward."""
+    """One sample: what was made, what training needs, and (once scored) its reward."""
 
-    response: torch.Tensor | str
+    response: Response
     prompt_ids: list[int]
     fields: dict[str, torch.Tensor]
     reference: Any = None  # to what training needs, where it is not in `fields`
@@ -46,6 +48,14 @@ def best_and_worst(outputs: list[DiffusionAgentLoopOutput], rows: list[dict[str,
         files[max(members, key=lambda i: outputs[i].reward_score)] = f"{place}_best"
         files.setdefault(min(members, key=lambda i: outputs[i].reward_score), f"{place}_worst")
     return files
+
+
+def written(response: Response, file: Path) -> dict[str, Any]:
+    """Write a sample's file: what its line in samples.jsonl says of it."""
+    kind, name = kind_of(response).name, write_response(response, file)
+    if kind in ("image", "video"):
+        return {"image": name}
+    return {"kind": kind, "file": name} | ({"text": response} if kind == "text" else {})
 
 
 def fields(outputs: list[DiffusionAgentLoopOutput]) -> dict[str, torch.Tensor]:

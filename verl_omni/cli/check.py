@@ -53,6 +53,7 @@ def check(config: "DictConfig") -> None:
 
 
 def draw(config: "DictConfig") -> None:
+    from verl_omni.report.galleries import file_of
     from verl_omni.testing.local_trainer import local_trainer
     from verl_omni.workers.engine.module import quiet_loading
 
@@ -64,7 +65,7 @@ def draw(config: "DictConfig") -> None:
     folder = FOLDER / "validation/step_0"
     (row,) = (json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines())
     told = {name: value for name, value in row["reward_extra_info"].items() if isinstance(value, int | float | str)}
-    print(f'\nPrompt: "{row["prompt"]}"\nImage:  {folder / row["image"]}\nScore:  {row["score"]:.4f}', end="")
+    print(f'\nPrompt: "{row["prompt"]}"\nImage:  {folder / file_of(row)}\nScore:  {row["score"]:.4f}', end="")
     print("".join(f", {name}: {value}" for name, value in told.items()) + "\nA run with these settings can start.")
 
 

@@ -31,6 +31,11 @@ class Painter:
                 raise ValueError(unknown("setting of a drawing", name, known))
         self.config = self._model_config(weights, {**drawing_settings(weights), **given})
         self.adapter = DiffusionModelBase.get_class(self.config)
+        if (kind := self.adapter.makes(self.config)) not in ("image", "video"):
+            raise ValueError(
+                f"{weights.model} makes {kind}, and this command draws pictures: what a run has made is in "
+                "validation/ of its folder, and in its report"
+            )
         check_size("--set ", self.config.pipeline, self.config)
         dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         module = self.adapter.load_module(self.config, dtype)
@@ -68,7 +73,7 @@ class Painter:
                 for text in (prompt, negative)
             ]
             requests.append(Request(*ids, shown, {"seed": seed}))
-        return [sample.pixels for sample in self.drawer.draw(requests)]
+        return [sample.response for sample in self.drawer.draw(requests)]
 
 
 def load_trained(weights: Weights, architecture: str, parts: Mapping[str, torch.nn.Module]) -> None:

@@ -60,7 +60,7 @@ def draw_all(
     from tqdm import tqdm
 
     from verl_omni.data.open_images import open_images
-    from verl_omni.utils.pictures import write_image
+    from verl_omni.utils.responses import write_response
 
     wanted = [(i, prompt, seed) for i, prompt in enumerate(prompts) for seed in seeds]
     rows, bar = [], tqdm(total=len(wanted), desc=f"drawing with {who}", unit="image")
@@ -75,7 +75,7 @@ def draw_all(
             )
             for (i, prompt, seed), pixels in zip(part, drawn, strict=True):
                 told = {"prompt": prompt.text, "ground_truth": prompt.ground_truth, "extra_info": prompt.extra_info}
-                rows.append({"image": write_image(pixels, out / f"{i:04d}_seed{seed}"), "seed": seed, **told})
+                rows.append({"image": write_response(pixels, out / f"{i:04d}_seed{seed}"), "seed": seed, **told})
                 file.write(json.dumps(rows[-1], ensure_ascii=False, default=str) + "\n")
             bar.update(len(part))
     return rows

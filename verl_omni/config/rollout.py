@@ -185,8 +185,9 @@ class HttpConfig:
 class DiffusionRolloutConfig:
     name: str = knob(
         "diffusers",
-        "rollout engine: diffusers (on the actor's own weights, or in servers), vllm_omni (a copy, or in servers)",
-        choices=("diffusers", "vllm_omni"),
+        "rollout engine: diffusers (on the actor's own weights, or in servers), vllm_omni (a copy, or in servers), or "
+        "one of your own",
+        choices=names_in("verl_omni.workers.rollout", "engines"),
     )
     n_gpus_per_node: int | None = knob(
         None,

@@ -7,8 +7,9 @@ latents to pixels) and the module that predicts.
 import collections
 import contextlib
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
 from verl_omni.pipelines.sampling import denoise
 from verl_omni.utils.errors import RunError
 from verl_omni.utils.padding import pad_and_cat
+from verl_omni.utils.responses import Response
 
 PIPELINE_KEYS = tuple(f.name for f in dataclasses.fields(DiffusionPipelineConfig))
 
@@ -46,9 +48,9 @@ class Request:
 
 @dataclass
 class Sample:
-    """What was drawn for a request: an image (uint8, C x H x W) or a video (F x C x H x W), and what training needs."""
+    """What was drawn for a request (`verl_omni.utils.responses`), and what training needs."""
 
-    pixels: torch.Tensor
+    response: Response
     trajectory: dict[str, torch.Tensor] = field(default_factory=dict)
     conditions: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -120,13 +122,14 @@ class Drawer:
         self._done("denoise")
 
         parts = trajectory.final_latents.split(self.decode_batch_size)
-        pixels = torch.cat([self._decode(latents, model_config) for latents in parts]).cpu()
+        decoded = [self._decode(latents, model_config) for latents in parts]
+        made = torch.cat(decoded).cpu() if isinstance(decoded[0], torch.Tensor) else list(itertools.chain(*decoded))
         self._done("decode")
         if not params.get("keep_trajectory", False):
-            return [Sample(image) for image in pixels]
+            return [Sample(response) for response in made]
         features = [{name: value[0] for name, value in row.items()} for row in conditions]
         rows = [row | drawn_as(model_config) for row in trajectory.rows()]
-        return [Sample(*sample) for sample in zip(pixels, rows, features, strict=True)]
+        return [Sample(*sample) for sample in zip(made, rows, features, strict=True)]
 
     def _requested(self, params: dict[str, Any]) -> DiffusionModelConfig:
         """The model's settings with what a request wants otherwise."""
@@ -141,10 +144,11 @@ class Drawer:
     def _generator(self, seed: int) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(seed)
 
-    def _decode(self, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
-        pixels = self.adapter.decode_latents(self.pipe, latents, model_config).float()
-        check_finite(latents, pixels)
-        return (pixels * 255).round().to(torch.uint8)
+    def _decode(self, latents: torch.Tensor, model_config: DiffusionModelConfig) -> Sequence[Response]:
+        """Pixels (uint8) as one tensor, or a list of whatever else the model makes."""
+        decoded = self.adapter.decode_latents(self.pipe, latents, model_config).float()
+        check_finite(latents, decoded)
+        return self.adapter.responses(decoded, self.pipe, model_config)
 
     # ---- prompts -------------------------------------------------------------------------------------
 

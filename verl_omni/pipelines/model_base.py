@@ -9,6 +9,7 @@ flow-matching models share; a new model overrides what differs.
 import dataclasses
 import inspect
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +27,7 @@ from verl_omni.pipelines.utils import (
 from verl_omni.pipelines.vllm_omni import VllmOmniPipelineBase
 from verl_omni.pipelines.weights import NamedTensors, build_component, component_tensors, fill
 from verl_omni.utils.model_code import LIBRARIES, refuse_code
+from verl_omni.utils.responses import Response
 
 __all__ = ["Conditions", "DiffusionModelBase", "VllmOmniPipelineBase"]
 
@@ -375,6 +377,16 @@ class DiffusionModelBase:
     def decode_latents(cls, pipe, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
         """Images (B, 3, H, W) or videos (B, F, 3, H, W) in [0, 1]."""
         raise NotImplementedError(f"{cls.__name__} has no decode_latents")
+
+    @classmethod
+    def makes(cls, model_config: DiffusionModelConfig) -> str:
+        """The kind of what it makes: one of `verl_omni.utils.responses.KINDS`."""
+        return "video" if "num_frames" in cls.pipeline_knobs(model_config) else "image"
+
+    @classmethod
+    def responses(cls, decoded: torch.Tensor, pipe: Any, model_config: DiffusionModelConfig) -> Sequence[Response]:
+        """What `decode_latents` gave, as it is scored and shown: pixels in 256 steps. Of another kind, a list."""
+        return (decoded * 255).round().to(torch.uint8)
 
     @classmethod
     def encode_image(cls, pipe, images: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:

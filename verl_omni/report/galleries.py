@@ -1,14 +1,15 @@
-"""Images in the report: of validation, before and after, and of training, what the reward prefers."""
+"""Samples in the report: of validation, before and after, and of training, what the reward prefers."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from verl_omni.report.pictures import data_uri
+from verl_omni.report.pictures import data_uri, sound_data, text_in
 from verl_omni.utils.json_files import read_lines
 from verl_omni.utils.readable import readable
+from verl_omni.utils.suggest import unknown
 
 MAX_PAIRS = 36
 
@@ -47,7 +48,7 @@ def best_and_worst(run_dir: Path) -> str:
     step = max(folders)
     groups: dict[str, dict[str, dict[str, Any]]] = {}
     for sample in read_samples(folders[step]):
-        group, _, side = Path(sample["image"]).stem.rpartition("_")
+        group, _, side = Path(file_of(sample)).stem.rpartition("_")
         groups.setdefault(group, {})[side] = sample
     whole = {group: sides for group, sides in sorted(groups.items()) if {"best", "worst"} <= sides.keys()}
     scores = [float(sample["score"]) for sides in whole.values() for sample in sides.values()]
@@ -66,7 +67,7 @@ def section(heading: str, body: str) -> str:
 
 
 def _shot(sample: dict[str, Any], folder: Path, step: int, scores: Sequence[float]) -> str:
-    """An image with its score and what else the reward told, such as the text that the OCR read."""
+    """A sample with its score and what else the reward told, such as the text that the OCR read."""
     told = (
         f"<span>{escape(key.replace('_', ' '))}: <b>{escape(_short(value))}</b></span>"
         for key, value in sample.get("reward_extra_info", {}).items()
@@ -74,16 +75,37 @@ def _shot(sample: dict[str, Any], folder: Path, step: int, scores: Sequence[floa
     low, high = min(scores), max(scores)
     good = (float(sample["score"]) - low) / (high - low) if high > low else 0.5
     score = f'<i class="score" style="--good:{good:.2f}">{readable(sample["score"], 2)}</i>'
-    return f'<div class="shot">{_picture(sample["image"], folder, step)}<span>{score}</span>{"".join(told)}</div>'
+    return f'<div class="shot">{_shown(sample, folder, step)}<span>{score}</span>{"".join(told)}</div>'
 
 
-def _picture(name: str, folder: Path, step: int) -> str:
-    """An image that lies beside its samples.jsonl. A page is passed on: it must not take others along."""
+def _sound(path: Path, alt: str) -> str:
+    return f'<audio controls aria-label="{alt}" src="data:audio/wav;base64,{sound_data(path)}"></audio>'
+
+
+#: how a file of each kind is shown (`verl_omni.utils.responses.KINDS`)
+SHOWN: dict[str, Callable[[Path, str], str]] = {
+    "image": lambda path, alt: f'<img alt="{alt}" src="{data_uri(path)}">',
+    "video": lambda path, alt: f'<img alt="{alt}" src="{data_uri(path)}">',
+    "sound": _sound,
+    "text": lambda path, alt: f"<blockquote>{escape(text_in(path))}</blockquote>",
+}
+
+
+def file_of(sample: dict[str, Any]) -> str:
+    """The name of its file, as a line of samples.jsonl has it."""
+    return sample["image"] if "image" in sample else sample["file"]
+
+
+def _shown(sample: dict[str, Any], folder: Path, step: int) -> str:
+    """A file that lies beside its samples.jsonl. A page is passed on: it must not take others along."""
     try:
+        name, kind = file_of(sample), sample.get("kind", "image")
         path = (folder / name).resolve()
         if not path.is_relative_to(folder.resolve()):
             raise ValueError(f"{name[:100]} lies outside {folder}, and only images of the run are shown")
-        return f'<img alt="step {step}" src="{data_uri(path)}">'
+        if kind not in SHOWN:
+            raise ValueError(unknown("kind of sample", str(kind)[:40], SHOWN))
+        return SHOWN[kind](path, f"step {step}")
     except (OSError, ValueError, RuntimeError) as error:  # the last for a loop of links
         print(f"{folder / 'samples.jsonl'}: {error}", file=sys.stderr)
         return f'<span class="down">{escape(str(error))}</span>'
@@ -93,7 +115,8 @@ def read_samples(folder: Path) -> Iterable[dict[str, Any]]:
     """The rows of samples.jsonl, or one line for one that a run does not write."""
     rows = []
     for where, row in read_lines(folder / "samples.jsonl"):
-        kinds = {"index": int, "image": str, "score": float | int | None, "reward_extra_info": dict}
+        file = "file" if "kind" in row else "image"
+        kinds = {"index": int, file: str, "score": float | int | None, "reward_extra_info": dict}
         for key, kind in kinds.items():
             if not isinstance(row.get(key, {} if kind is dict else None), kind):
                 raise ValueError(f'{where}: "{key}" is {row.get(key)!r:.60}, which no run writes')

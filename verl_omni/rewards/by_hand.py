@@ -89,6 +89,8 @@ def read_samples(path: str | Path) -> list[Sample]:
     path, samples = Path(path), []
     for where, row in read_lines(path):
         name = row.get("image") or row.get("file_name")
+        if row.get("kind") not in (None, "image", "video"):
+            raise ValueError(f"{where}: this is a {row['kind']!s:.20}, and only images and videos are scored by hand")
         if not isinstance(name, str):
             raise ValueError(f"{where}: there is no `image`: expected the name of a file")
         image = path.parent / name
@@ -113,7 +115,7 @@ def score(
     async def one(scoring: Scoring, sample: Sample, pixels: Any, label: str, place: tuple[int, int]) -> None:
         seen = {
             "data_source": label,
-            "solution_image": pixels,
+            "response": pixels,
             "prompt": sample.prompt,
             "ground_truth": sample.ground_truth,
             "extra_info": sample.extra_info | {"prompt": sample.prompt},

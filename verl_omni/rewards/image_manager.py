@@ -1,4 +1,4 @@
-"""Rewards for images and videos."""
+"""Rewards for what a model makes: images, videos, sounds, texts."""
 
 import asyncio
 import inspect
@@ -58,11 +58,11 @@ class ImageRewardManager(RewardManagerBase):
         A sample whose reward fails for good has the score NaN and says why under `reward_failure`.
         """
         item = data[-1]
-        image = item.batch["responses"]
         fields = item.non_tensor_batch
+        kept_as = fields if "responses" in fields else item.batch  # pixels of one size, and whatever is no pixels
         sample = {
             "data_source": fields["data_source"],
-            "solution_image": image.float() / 255 if image.dtype == torch.uint8 else image.float(),
+            "response": kept_as["responses"],
             "prompt": fields.get("prompt", ""),
             "ground_truth": (fields.get("reward_model") or {}).get("ground_truth"),
             "extra_info": dict(fields.get("extra_info") or {}) | {"prompt": fields.get("prompt", "")},

@@ -3,7 +3,7 @@
 import inspect
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import ray
@@ -13,6 +13,7 @@ from verl_omni.rewards.registry import Scores, get_reward_fn
 from verl_omni.utils.external_lib import import_external_lib
 from verl_omni.utils.secrets import revealed
 
+PICTURES, KEYWORD = ("images", "ground_truths", "prompts", "extra_infos"), inspect.Parameter.POSITIONAL_OR_KEYWORD
 Places = Callable[[str], list[dict[str, Any]]]  # name of a pool -> for each of its processes, Ray's options
 
 
@@ -37,8 +38,10 @@ class ScorerProcess:
 class ScorerPool:
     """Its processes, called like a function: each batch goes to one that is free."""
 
-    def __init__(self, processes: list[Any]):
+    def __init__(self, processes: list[Any], takes: Iterable[str] = PICTURES):
+        """`takes`: the columns of a batch that the reward is given."""
         self._processes, self._lock, self._loaded = processes, threading.Lock(), False
+        self.__signature__ = inspect.Signature([inspect.Parameter(name, KEYWORD) for name in takes])
         self._free: queue.SimpleQueue = queue.SimpleQueue()
         for process in processes:
             self._free.put(process)
@@ -54,8 +57,7 @@ class ScorerPool:
                         raise RuntimeError(_why(error)) from error
             self._loaded = True
 
-    def __call__(self, images: list, ground_truths: list, prompts: list, extra_infos: list) -> Scores:
-        columns = {"images": images, "ground_truths": ground_truths, "prompts": prompts, "extra_infos": extra_infos}
+    def __call__(self, **columns: list) -> Scores:
         process = self._free.get()
         try:
             return ray.get(process.score.remote(columns))

@@ -105,6 +105,12 @@ def _settings(reward: RewardFn) -> dict[str, inspect.Parameter]:
     return {key: p for key, p in inspect.signature(takes).parameters.items() if p.kind is p.KEYWORD_ONLY}
 
 
+def columns_of(reward: RewardFn) -> list[inspect.Parameter]:
+    """What it takes of a batch: its parameters that are no settings."""
+    parameters = inspect.signature(reward.__call__ if inspect.isclass(reward) else reward).parameters.values()
+    return [p for p in parameters if p.name != "self" and p.kind is not p.KEYWORD_ONLY]
+
+
 def make_scorer(name: str, settings: Mapping[str, Any] | None = None) -> Callable[..., Scores]:
     """What scores a batch of images, with its settings; the model of a class is loaded here."""
     reward, settings = get_reward_fn(name), revealed(dict(settings or {}), f"reward.scorers.{name}")
@@ -117,8 +123,7 @@ class LoadedOnce:
     def __init__(self, cls: type, settings: Mapping[str, Any]):
         self._make, self._lock = partial(cls, **settings), threading.Lock()
         self._scorer: Callable[..., Scores] | None = None
-        _self, *parameters = inspect.signature(cls.__call__).parameters.values()
-        self.__signature__ = inspect.Signature(parameters)
+        self.__signature__ = inspect.Signature(columns_of(cls))
 
     def load(self) -> Callable[..., Scores]:
         with self._lock:

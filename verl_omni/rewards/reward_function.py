@@ -14,13 +14,14 @@ from types import ModuleType
 from typing import Any
 
 from verl_omni.utils.errors import RunError
+from verl_omni.utils.responses import GIVEN, GIVEN_MANY, Kind, kind_of
 from verl_omni.utils.secrets import revealed
 from verl_omni.utils.suggest import unknown
 from verl_omni.utils.time_limit import SECONDS, TookTooLong, time_limit
 
-# What a function may ask for by the name of its parameter: for one image, and (plural) for a batch.
-SINGLE = ("data_source", "solution_image", "image", "prompt", "ground_truth", "extra_info")
-BATCHED = ("data_sources", "solution_images", "images", "prompts", "ground_truths", "extra_infos")
+# What a function may ask for by the name of its parameter: for one sample, and (plural) for a batch.
+SINGLE = ("data_source", *GIVEN, "prompt", "ground_truth", "extra_info")
+BATCHED = ("data_sources", *GIVEN_MANY, "prompts", "ground_truths", "extra_infos")
 SERVICES = ("reward_router_address", "reward_model_tokenizer")
 
 
@@ -47,8 +48,10 @@ def _caught() -> Iterator[None]:
 class RewardFunction:
     """`score(samples)` for a list of samples, whatever the function's own shape: one or many, sync or async.
 
-    A sample is a dict with the keys of SINGLE. `solution_image` is a float tensor in [0, 1], C x H x W (a video
-    F x C x H x W); `image` is the same as a PIL image (a video: a list of them), made where a function asks for it.
+    A sample is a dict: its `response`, and what is in SINGLE beside it. What a function is given of a response depends
+    on its kind (`verl_omni.utils.responses`). Of an image: `solution_image`, a float tensor in [0, 1], C x H x W (a
+    video F x C x H x W), and `image`, the same as a PIL image (a video: a list of them). Of a sound: `audio`, a float
+    tensor in [-1, 1], channels x time, and `sample_rate`. Of a text: `text`.
     """
 
     def __init__(self, function: Callable, name: str, kwargs: dict[str, Any] | None = None):
@@ -59,10 +62,11 @@ class RewardFunction:
         parameters = inspect.signature(function).parameters
         self.accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.wanted = [n for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        self.required = [n for n in self.wanted if parameters[n].default is inspect.Parameter.empty]
         self.batched = any(n in BATCHED for n in self.wanted)
         known = (*(BATCHED if self.batched else SINGLE), *SERVICES, *self.kwargs)
-        for n in self.wanted:
-            if n not in known and parameters[n].default is inspect.Parameter.empty:
+        for n in self.required:
+            if n not in known:
                 raise ValueError(f"reward function {name}: {unknown('parameter', n, known)}")
         for n in self.kwargs:
             if n in (*SINGLE, *BATCHED, *SERVICES):
@@ -109,10 +113,8 @@ class RewardFunction:
         """One `{"score": float, ...}` for each sample; any failure raises."""
         if not self.batched:
             return [await self._one(sample, services or {}) for sample in samples]
-        plural = {many: [s.get(one) for s in samples] for one, many in zip(SINGLE, BATCHED, strict=True)
-                  if one not in ("image",)}  # fmt: skip
-        if "images" in self.wanted or self.accepts_any:
-            plural["images"] = [_picture(s) for s in samples]
+        told = [self._told(sample) for sample in samples]
+        plural = {many: [t.get(one) for t in told] for one, many in zip(SINGLE, BATCHED, strict=True) if one in told[0]}
         results = await self._call(plural, services or {}, samples[0])
         if hasattr(results, "tolist"):  # a tensor or an array
             results = results.tolist()
@@ -127,10 +129,32 @@ class RewardFunction:
         return [self._checked(r, s) for r, s in zip(results, samples, strict=True)]
 
     async def _one(self, sample: dict[str, Any], services: dict[str, Any]) -> dict[str, Any]:
-        values = dict(sample)
-        if "image" in self.wanted:
-            values["image"] = _picture(sample)
-        return self._checked(await self._call(values, services, sample), sample)
+        return self._checked(await self._call(self._told(sample), services, sample), sample)
+
+    def check_takes(self, kind: Kind) -> None:
+        """Raises one line where this function asks for what a response of this kind is not."""
+        all_given, given = (GIVEN_MANY, {f"{n}s" for n in kind.given}) if self.batched else (GIVEN, set(kind.given))
+        for n in self.required:
+            if n in all_given and n not in given:
+                failure = RewardError(
+                    f"reward function {self.name} asks for {n}, and what the model makes is {kind.name}: that has "
+                    f"{', '.join(sorted(given))}"
+                )
+                failure.is_final = True
+                raise failure
+
+    def _told(self, sample: dict[str, Any]) -> dict[str, Any]:
+        """What a function may ask for of a sample; a picture is made where somebody looks."""
+        values = {k: v for k, v in sample.items() if k != "response"}
+        if "response" not in sample:  # of a trial, for which it was made already
+            return values
+        response = sample["response"]
+        kind = kind_of(response)
+        self.check_takes(kind)
+        for n, give in kind.given.items():
+            if self.accepts_any or (f"{n}s" if self.batched else n) in self.wanted:
+                values[n] = give(response)
+        return values
 
     async def _call(self, values: dict[str, Any], services: dict[str, Any], sample: dict[str, Any]) -> Any:
         offered = values | services
@@ -222,12 +246,6 @@ class RewardFunction:
                 f'under "score" (prompt: "{sample.get("prompt", "")}")'
             )
         return answer | {"score": float(score)}
-
-
-def _picture(sample: dict[str, Any]) -> Any:
-    from verl_omni.utils.pictures import as_pil
-
-    return sample["image"] if sample.get("image") is not None else as_pil(sample["solution_image"])
 
 
 def _module(path: str) -> ModuleType:

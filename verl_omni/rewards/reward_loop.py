@@ -14,6 +14,7 @@ import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platf
 from verl_omni.rewards.choice import read_choices
 from verl_omni.rewards.judge import JUDGE, start_judges, with_judge
 from verl_omni.rewards.pool import Places, ScorerPool, start_pools
+from verl_omni.rewards.registry import columns_of, get_reward_fn
 from verl_omni.rewards.reward_function import RewardFunction
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.external_lib import import_external_lib
@@ -42,7 +43,9 @@ class RewardLoopWorker(VerlRewardLoopWorker):
 
     async def use_pools(self, pools: dict[str, list[Any]]) -> None:
         """Rewards that have processes of their own, by label."""
-        self.reward_manager.pools = {label: ScorerPool(processes) for label, processes in pools.items()}
+        rewards = {label: get_reward_fn(self.reward_manager.choices[label].name) for label in pools}
+        takes = {label: [column.name for column in columns_of(reward)] for label, reward in rewards.items()}
+        self.reward_manager.pools = {label: ScorerPool(processes, takes[label]) for label, processes in pools.items()}
 
     async def compute_score(self, data: DataProto) -> dict[str, Any]:
         return await self.reward_manager.run_single(data)

@@ -27,8 +27,9 @@ from verl_omni.trainer.diffusion.processes import listen, set_schedule_length
 from verl_omni.trainer.diffusion.rollouts import EmbeddedRollouts, ServerRollouts
 from verl_omni.utils.background import start, wait_for
 from verl_omni.workers.diffusion_worker import DiffusionWorker
+from verl_omni.workers.rollout import server_class
 from verl_omni.workers.rollout.base import RolloutOutput
-from verl_omni.workers.rollout.diffusers_server import DiffusersServer
+from verl_omni.workers.rollout.server import RolloutServer
 from verl_omni.workers.rollout.trajectories import TrajectoryStore, by_reference, large_part
 
 TRAINERS = {"policy_gradient": PolicyGradientRayTrainer, "direct_preference": DirectPreferenceRayTrainer}
@@ -72,7 +73,9 @@ class _LocalWorkers:
         else:
             worker.trajectories = _LocalTrajectories()
             count = self.config.actor_rollout_ref.rollout.n_gpus_per_node or 1
-            servers = [_Handle(_LocalServer(self.config)) for _ in range(count)]
+            engine = server_class(self.config.actor_rollout_ref.rollout.name)
+            local = type(f"Local{engine.__name__}", (_LocalServer, engine), {})
+            servers = [_Handle(local(self.config)) for _ in range(count)]
             self.rollouts = ServerRollouts(servers, self.actor_wg, self.timeline)
             listen(self.config, self.rollouts)
         rewards = [_Handle(RewardLoopWorker(self.config))]
@@ -117,8 +120,8 @@ class _LocalGroup:
         return getattr(self.worker, name)
 
 
-class _LocalServer(DiffusersServer):
-    """A rollout server in this process; weights and trajectories are handed over as they are."""
+class _LocalServer(RolloutServer):
+    """A rollout server in this process, beside its engine's class; weights and trajectories are handed over as they are."""
 
     async def start(self) -> None:
         # One after the other: two at once get into each other's way in one process.

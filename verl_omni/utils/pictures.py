@@ -1,7 +1,6 @@
 """Pixels as pictures: for rewards that look at them, and for people."""
 
 import io
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,12 +26,3 @@ def picture_file(pixels: torch.Tensor) -> tuple[bytes, str]:
         return file.getvalue(), "gif"
     picture.save(file, "PNG")
     return file.getvalue(), "png"
-
-
-def write_image(pixels: torch.Tensor, file: Path) -> str:
-    """Write an image as `<file>.png`, a video as an animation; the file's name."""
-    (content, ending), file = picture_file(pixels), Path(file)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    path = file.with_name(f"{file.name}.{ending}")
-    path.write_bytes(content)
-    return path.name

@@ -212,13 +212,15 @@ def check_ground_truth(choice: Any, rows: list[dict[str, Any]]) -> None:
 
 def check_rewards(config: DictConfig) -> None:
     """The user's reward function loads and takes what it will be given, or every data source has a reward."""
-    import verl_omni.rewards.image_manager  # noqa: F401  (registers "image")
     from verl_omni.data.loading import load_datasets
     from verl_omni.data.prompt_rows import NO_SOURCE
     from verl_omni.rewards import check_package, check_settings, get_reward_fn
     from verl_omni.rewards.choice import OWN, read_choices, rewards_of, weighted
+    from verl_omni.rewards.image_manager import as_reward_function
     from verl_omni.rewards.judge import with_judge
     from verl_omni.rewards.reward_loop import load_custom_reward_function
+    from verl_omni.trainer.checks.reward_trial import made_kind
+    from verl_omni.utils.responses import KINDS
 
     check_reward_manager(config)
     scorers = config.reward.scorers
@@ -242,7 +244,10 @@ def check_rewards(config: DictConfig) -> None:
         if choice.name != OWN:
             check_settings(choice.name, choice.settings, choice.label)
             check_package(choice.name)
-    own = load_custom_reward_function(config.reward) is not None
+    function, kind = load_custom_reward_function(config.reward), KINDS[made_kind(config)]
+    own = function is not None
+    if own:
+        function.check_takes(kind)
     added_up = weighted(choices)
     named = any(choice.name == OWN for choice in choices.values())
     if named and not own:
@@ -271,6 +276,7 @@ def check_rewards(config: DictConfig) -> None:
                 get_reward_fn(choice.name)
                 check_package(choice.name)
                 check_settings(choice.name, choice.settings, choice.label)
+                as_reward_function(None, choice).check_takes(kind)
                 check_ground_truth(choice, [row for row in rows if row["data_source"] == source])
     for label, choice in choices.items():
         for source in choice.data_sources or ():

@@ -17,27 +17,31 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_omni.rewards.reward_function import SERVICES, RewardError, RewardFunction
 from verl_omni.utils.errors import RunError
+from verl_omni.utils.responses import KINDS, PICTURE
 
 SIDE = 512  # of an image whose size the model will choose
+RATE = 16_000
+TRIED = {"image": "a grey image", "video": "a grey image", "sound": "a second of silence", "text": "an empty text"}
 LONGEST = 10.0  # seconds to wait; a reward that loads a model takes its time in the run
 # What no picture can be to blame for.
 MISTAKES = ("AttributeError", "ImportError", "ModuleNotFoundError", "NameError", "TypeError", "UnboundLocalError")
 
 
-def try_reward(config: DictConfig, row: dict[str, Any]) -> str | None:
-    """Ask for the score of grey images. Raises where that shows a mistake in the function, and returns what else fails.
+def try_reward(config: DictConfig, row: dict[str, Any], kind: str = "image") -> str | None:
+    """Ask for the score of grey images, of silence or of an empty text.
 
-    A reward may well refuse a grey image that scores drawn ones, so that any other failure is only told of.
+    Raises where that shows a mistake in the function, and returns what else fails: a reward may well refuse a grey
+    image that scores drawn ones, so that is only told of.
     """
     custom = config.reward.custom_reward_function
     function = RewardFunction.of(custom, config.reward.timeout) if custom.path else None
     if function is None or set(function.wanted) & set(SERVICES):
         return None
-    tensors = function.accepts_any or {"solution_image", "solution_images"} & set(function.wanted)
-    failure = ask_elsewhere(function, [grey(config, row, bool(tensors))] * (2 if function.batched else 1))
+    function.check_takes(KINDS[kind])
+    failure = ask_elsewhere(function, [unmade(config, row, kind, function)] * (2 if function.batched else 1))
     if failure is None or "forked subprocess" in failure["said"]:  # CUDA cannot be used there: it was not asked
         return None
-    said = f"{failure['said']} (asked for a grey image, before the run starts)"
+    said = f"{failure['said']} (asked for {TRIED[kind]}, before the run starts)"
     finite = not re.search(r"returned -?(nan|inf)", failure["said"])
     if failure["kind"] in MISTAKES or (failure["kind"] is None and finite):
         raise RunError(said)
@@ -51,7 +55,7 @@ def try_first(config: DictConfig) -> bool:
 
     files = OmegaConf.select(config, "data.train_files") or OmegaConf.select(config, "data.val_files")
     own = OmegaConf.select(config, "reward.custom_reward_function.path")
-    libraries = OmegaConf.select(config, "actor_rollout_ref.model.external_lib")
+    libraries = OmegaConf.select(config, "actor_rollout_ref.model.external_lib")  # which may make anything
     if not own or not files or libraries or OmegaConf.select(config, "algorithm.sample_source") == "offline":
         return False
     try:
@@ -64,27 +68,46 @@ def try_first(config: DictConfig) -> bool:
     return True
 
 
-def grey(config: DictConfig, row: dict[str, Any], as_tensor: bool) -> dict[str, Any]:
-    """What the function would be told of an image of this prompt."""
-    size = config.actor_rollout_ref.rollout.pipeline
-    height, width = size.height or SIDE, size.width or SIDE
-    frames = [size.num_frames] if (size.num_frames or 1) > 1 else []
-    if as_tensor:
-        import torch
+def made_kind(config: DictConfig) -> str:
+    """What the run's engine makes with its model."""
+    from verl_omni.workers.rollout import engine_class
 
-        shown = {"solution_image": torch.full((*frames, 3, height, width), 0.5)}
-    else:
-        from PIL import Image
+    arr = config.actor_rollout_ref
+    return engine_class(arr.rollout.name).makes(OmegaConf.to_object(arr.model))
 
-        image = Image.new("RGB", (width, height), (128, 128, 128))
-        shown = {"image": [image] * frames[0] if frames else image}
-    return {
+
+def unmade(config: DictConfig, row: dict[str, Any], kind: str, function: RewardFunction) -> dict[str, Any]:
+    """What the function would be told of a sample of this prompt that no model has made: grey, silent or empty."""
+    return nothing(config, kind, function) | {
         "data_source": row["data_source"],
-        **shown,
         "prompt": row["prompt"],
         "ground_truth": row["reward_model"].get("ground_truth"),
         "extra_info": row["extra_info"] | {"prompt": row["prompt"]},
     }
+
+
+def nothing(config: DictConfig, kind: str, function: RewardFunction) -> dict[str, Any]:
+    if KINDS[kind].given is not PICTURE:
+        return {"response": "" if kind == "text" else silence()}
+    size = config.actor_rollout_ref.rollout.pipeline
+    height, width = size.height or SIDE, size.width or SIDE
+    frames = [size.num_frames] if (size.num_frames or 1) > 1 else []
+    if function.accepts_any or {"solution_image", "solution_images"} & set(function.wanted):
+        import torch
+
+        return {"response": torch.full((*frames, 3, height, width), 0.5)}
+    from PIL import Image
+
+    image = Image.new("RGB", (width, height), (128, 128, 128))
+    return {"image": [image] * frames[0] if frames else image}
+
+
+def silence() -> Any:
+    import torch
+
+    from verl_omni.utils.responses import Sound
+
+    return Sound(torch.zeros(1, RATE), RATE)
 
 
 def ask_elsewhere(function: RewardFunction, samples: list[dict[str, Any]]) -> dict[str, Any] | None:

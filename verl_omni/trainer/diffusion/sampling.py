@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
+import torch
 from verl.protocol import DataProto
 
 from verl_omni.agent_loop.outputs import side_by_side
@@ -225,8 +226,11 @@ class Sampling:
     def scored_rows(self, batch: DataProto, result: DataProto) -> DataProto:
         """The scores of requests beside what was asked; rewards that nobody has computed by now are."""
         if "rm_scores" not in result.batch.keys():
-            pixels = {"responses": result.batch["responses"]}
-            scored = DataProto.from_dict(pixels, dict(batch.non_tensor_batch))
+            pixels = "responses" in result.batch.keys()
+            made = (result.batch if pixels else result.non_tensor_batch)["responses"]
+            columns = dict(batch.non_tensor_batch) | ({} if pixels else {"responses": made})
+            tensors = {"responses": made} if pixels else {"sample": torch.arange(len(batch))}
+            scored = DataProto.from_dict(tensors, columns)
             result = result.union(self.reward_loop_manager.compute_rm_score(scored))
         result.non_tensor_batch = {**batch.non_tensor_batch, **result.non_tensor_batch}
         return result

@@ -55,23 +55,23 @@ def write_training_samples(batch: DataProto) -> None:
     """Of the images that were kept: the best and the worst of some prompts, by the step that they were drawn for."""
     folders: dict[Path, list[int]] = defaultdict(list)
     columns = batch.non_tensor_batch
-    for row, (name, place) in enumerate(zip(columns["image_file"], columns["keep_to"], strict=True)):
-        if name is not None:
+    for row, (file, place) in enumerate(zip(columns["written"], columns["keep_to"], strict=True)):
+        if file is not None:
             folders[Path(place).parent].append(row)
     for folder, rows in folders.items():
         write_samples(batch[rows], folder, "a")
 
 
 def write_samples(batch: DataProto, folder: Path, mode: str = "w") -> None:
-    """samples.jsonl: one line for each image that was written."""
+    """samples.jsonl: one line for each sample that was written."""
     folder.mkdir(parents=True, exist_ok=True)
     extras = reward_extras(batch)
     path = folder / "samples.jsonl"
     whole = path.with_suffix(".tmp")  # who looks while a run goes on, or after it was killed, sees no half line
     with whole.open("w", encoding="utf-8") as lines:
         lines.write(path.read_text(encoding="utf-8") if mode == "a" and path.exists() else "")
-        for i, name in enumerate(batch.non_tensor_batch["image_file"]):
-            if name is None:
+        for i, file in enumerate(batch.non_tensor_batch["written"]):
+            if file is None:
                 continue
             reward_model = batch.non_tensor_batch["reward_model"][i] or {}
             row = {
@@ -81,7 +81,7 @@ def write_samples(batch: DataProto, folder: Path, mode: str = "w") -> None:
                 "ground_truth": reward_model.get("ground_truth"),
                 "score": None if math.isnan(score := batch.batch["rm_scores"][i, 0].item()) else score,
                 "seed": int(batch.non_tensor_batch["seed"][i]),
-                "image": name,
+                **file,
                 "reward_extra_info": extras[i],
             }
             lines.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")

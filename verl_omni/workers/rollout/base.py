@@ -11,23 +11,33 @@ from typing import Any, ClassVar
 
 import torch
 
+from verl_omni.config import DiffusionModelConfig
+from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.utils.responses import Response, Sound, kind_of
+
 
 @dataclass
 class RolloutOutput:
     """One finished request.
 
-    `response` is what was made: an image (uint8, C x H x W), a video (F x C x H x W), a waveform or a text, as
-    `modality` says. `trajectory` and `conditions` are what training needs of it, or `reference` says where that lies.
-    `version` is that of the weights that made it. Tensors are left out of what is printed: `asyncio.run` prints its
-    result, unseen, each time it ends.
+    `response` is what was made, of the kind that `modality` names (`verl_omni.utils.responses`): an image (uint8,
+    C x H x W), a video (F x C x H x W), a sound or a text. `trajectory` and `conditions` are what training needs of
+    it, or `reference` says where that lies. `version` is that of the weights that made it. Tensors are left out of
+    what is printed: `asyncio.run` prints its result, unseen, each time it ends.
     """
 
-    response: torch.Tensor | str = field(repr=False)
+    response: Response = field(repr=False)
     trajectory: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
     conditions: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
-    modality: str = "image"
+    modality: str = ""
     version: int = 0
     reference: Any = None
+
+    def __post_init__(self) -> None:
+        kind = kind_of(self.response).name
+        if self.modality not in ("", kind):
+            raise ValueError(f"a rollout engine says that it made a {self.modality}, and its response is a {kind}")
+        self.modality = kind
 
     @property
     def image(self) -> torch.Tensor:
@@ -37,10 +47,16 @@ class RolloutOutput:
         """Ready to leave the process. A row of a batch is copied: pickling a view would send the whole batch."""
         return dataclasses.replace(
             self,
-            response=own_copy(self.response) if isinstance(self.response, torch.Tensor) else self.response,
+            response=_own(self.response),
             trajectory={k: own_copy(v) for k, v in self.trajectory.items()},
             conditions={k: own_copy(v) for k, v in self.conditions.items()},
         )
+
+
+def _own(response: Response) -> Response:
+    if isinstance(response, Sound):
+        return dataclasses.replace(response, samples=own_copy(response.samples))
+    return own_copy(response) if isinstance(response, torch.Tensor) else response
 
 
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -55,6 +71,11 @@ class RolloutEngine(ABC):
     same_arithmetic: ClassVar[bool] = False
     #: of the weights that the next request is drawn with
     version: int = 0
+
+    @classmethod
+    def makes(cls, model_config: DiffusionModelConfig) -> str:
+        """The kind of its responses with this model, before anything is loaded."""
+        return DiffusionModelBase.get_class(model_config).makes(model_config)
 
     @abstractmethod
     async def generate(

@@ -172,5 +172,4 @@ def without_compiling() -> contextlib.AbstractContextManager[None]:
 
 
 def answer(sample: Sample, version: int) -> RolloutOutput:
-    modality = "video" if sample.pixels.ndim == 4 else "image"
-    return RolloutOutput(sample.pixels, sample.trajectory, sample.conditions, modality, version)
+    return RolloutOutput(sample.response, sample.trajectory, sample.conditions, version=version)

@@ -7,7 +7,7 @@ own.
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -16,6 +16,7 @@ from verl_omni.perf.memory import names_memory_knobs
 from verl_omni.pipelines.drawing import Drawer, Request, equal_parts
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.single_frame_vae import speed_up_single_frames
+from verl_omni.utils.responses import Response
 from verl_omni.workers.engine.lora import base_name
 from verl_omni.workers.engine.protocol import TrainingEngine
 from verl_omni.workers.rollout.base import RolloutOutput
@@ -116,8 +117,8 @@ class DiffusersRollout(Drawer, BatchedRollout):
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._clock
         self._clock = now
 
-    def _decode(self, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
-        """Pixels (uint8). A compiled decoder always sees full batches: another size would be compiled anew."""
+    def _decode(self, latents: torch.Tensor, model_config: DiffusionModelConfig) -> Sequence[Response]:
+        """A compiled decoder always sees full batches: another size would be compiled anew."""
         rows = len(latents)
         if self.compiled_vae and rows < self.decode_batch_size:
             latents = torch.cat([latents, latents[-1:].expand(self.decode_batch_size - rows, *latents.shape[1:])])

@@ -28,11 +28,11 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
 from verl_omni.config import DiffusionModelConfig, DiffusionRolloutConfig
+from verl_omni.utils import responses
 from verl_omni.utils.errors import Refused, RunError
 from verl_omni.utils.http_door import guarded
 from verl_omni.utils.http_requests import NOBODY, RETRY_AFTER, BodyRoom, asks_for, read_body, unless_gone
 from verl_omni.utils.listening import BACKLOG, Connections, address_of, take_port
-from verl_omni.utils.pictures import picture_file
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.image_request import ImageRequest, RequestReader, http_token
 
@@ -145,9 +145,9 @@ class ImageHttp:
             )
         except Exception as error:  # whatever an engine raises: it goes on, and so does this server
             raise Refused(500, f"{type(error).__name__}: {one_line(error)}") from error
-        files = await asyncio.to_thread(lambda: [base64.b64encode(picture_file(one.image)[0]) for one in drawn])
-        images = [{"b64_json": file.decode(), "seed": seed} for file, seed in zip(files, asked.seeds, strict=True)]
-        return {"created": int(time.time()), "version": drawn[0].version, "data": images}
+        shown = await asyncio.to_thread(lambda: [as_json(one.response) for one in drawn])
+        data = [one | {"seed": seed} for one, seed in zip(shown, asked.seeds, strict=True)]
+        return {"created": int(time.time()), "version": drawn[0].version, "data": data}
 
     def _tokens(self, asked: ImageRequest) -> list[list[int]]:
         limit = asked.sampling["max_sequence_length"]
@@ -155,6 +155,16 @@ class ImageHttp:
             return [self.adapter.tokenize(self.tokenizers, t, limit) for t in (asked.prompt, asked.negative_prompt)]
         except ValueError as error:  # too long for the model
             raise Refused(422, one_line(error)) from error
+
+
+def as_json(response: responses.Response) -> dict[str, Any]:
+    """A file as OpenAI has images; of what is no picture, its kind too. A text is a text."""
+    kind = responses.kind_of(response)
+    if kind.name == "text":
+        return {"kind": kind.name, "text": response}
+    file, ending = kind.file(response)
+    told = {} if kind.name in ("image", "video") else {"kind": kind.name, "format": ending}
+    return {"b64_json": base64.b64encode(file).decode()} | told
 
 
 def one_line(error: Exception) -> str:

@@ -1,0 +1,127 @@
+"""What a model may answer with, by kind: an image, a video, a sound, a text.
+
+All that differs between them on their way is said here: how to tell one, the file that people open, and what a reward
+function is given by the name of its parameter. How a page shows the file is `verl_omni.report.galleries.SHOWN`.
+"""
+
+import io
+import wave
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:  # a reward is asked for the first time before anybody waits for torch
+    import torch
+
+
+@dataclass(frozen=True)
+class Sound:
+    """`samples` are floats in [-1, 1], channels x time."""
+
+    samples: "torch.Tensor" = field(repr=False)
+    sample_rate: int
+
+
+Response: TypeAlias = "torch.Tensor | Sound | str"
+
+
+@dataclass(frozen=True)
+class Kind:
+    name: str
+    #: a response of this kind, in words
+    form: str
+    is_one: Callable[[Any], bool]
+    #: (what is in the file, the ending of its name)
+    file: Callable[[Any], tuple[bytes, str]]
+    #: parameter of a reward function -> what it is given, made when it is asked for
+    given: dict[str, Callable[[Any], Any]]
+
+
+def _pixels(dimensions: int) -> Callable[[Any], bool]:
+    return lambda one: not isinstance(one, Sound | str) and getattr(one, "ndim", None) == dimensions
+
+
+def _floats(pixels: "torch.Tensor") -> "torch.Tensor":
+    return pixels.float() if pixels.is_floating_point() else pixels.float() / 255
+
+
+def _picture(pixels: "torch.Tensor") -> Any:
+    from verl_omni.utils.pictures import as_pil
+
+    return as_pil(pixels)
+
+
+def _picture_file(pixels: "torch.Tensor") -> tuple[bytes, str]:
+    from verl_omni.utils.pictures import picture_file
+
+    return picture_file(pixels)
+
+
+def wav_file(sound: Sound) -> bytes:
+    """16 bits a sample. What is beyond [-1, 1] is clipped; NaN is an error."""
+    check_sound(sound)
+    whole = (sound.samples.float().clamp(-1, 1) * 32767).round().short()
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setnchannels(whole.shape[0])
+        out.setsampwidth(2)
+        out.setframerate(sound.sample_rate)
+        out.writeframes(whole.T.contiguous().numpy().astype("<i2").tobytes())
+    return file.getvalue()
+
+
+def check_sound(sound: Sound) -> None:
+    """NaN would become silence, and silence would be scored and learned from."""
+    if sound.samples.ndim != 2 or not sound.samples.is_floating_point() or sound.sample_rate <= 0:
+        raise ValueError(
+            f"a sound of shape {tuple(sound.samples.shape)}, {sound.samples.dtype}, at {sound.sample_rate} Hz: "
+            "expected floats, channels x time, and a sample rate above 0"
+        )
+    if not sound.samples.isfinite().all():
+        raise ValueError("a sound has NaN or infinite samples: the model that made it has diverged")
+
+
+PICTURE = {"solution_image": _floats, "image": _picture}
+KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind("image", "a tensor, channels x height x width", _pixels(3), _picture_file, PICTURE),
+        Kind("video", "a tensor, frames x channels x height x width", _pixels(4), _picture_file, PICTURE),
+        Kind(
+            "sound",
+            "a verl_omni.utils.responses.Sound",
+            lambda one: isinstance(one, Sound),
+            lambda sound: (wav_file(sound), "wav"),
+            {"audio": lambda sound: sound.samples, "sample_rate": lambda sound: sound.sample_rate},
+        ),
+        Kind(
+            "text",
+            "a str",
+            lambda one: isinstance(one, str),
+            lambda text: (text.encode(), "txt"),
+            {"text": lambda text: text},
+        ),
+    )
+}
+#: every parameter that some kind gives, for one sample and (plural) for many
+GIVEN = tuple(dict.fromkeys(name for kind in KINDS.values() for name in kind.given))
+GIVEN_MANY = tuple(f"{name}s" for name in GIVEN)
+
+
+def kind_of(response: Response) -> Kind:
+    for kind in KINDS.values():
+        if kind.is_one(response):
+            return kind
+    shape = f" of shape {tuple(response.shape)}" if hasattr(response, "shape") else ""
+    known = "; ".join(f"{kind.name}: {kind.form}" for kind in KINDS.values())
+    raise ValueError(f"a response is a {type(response).__name__}{shape}, which is none of {known}")
+
+
+def write_response(response: Response, file: Path) -> str:
+    """Write it as `<file>.<ending>`; the file's name."""
+    (content, ending), file = kind_of(response).file(response), Path(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    path = file.with_name(f"{file.name}.{ending}")
+    path.write_bytes(content)
+    return path.name
