@@ -21,6 +21,7 @@ from verl_omni.agent_loop.outputs import (
     fields,
     references,
     side_by_side,
+    steps_of,
     written,
 )
 from verl_omni.agent_loop.routing import Block, blocks_of
@@ -36,6 +37,7 @@ from verl_omni.utils.arrays import object_array
 from verl_omni.utils.external_lib import import_external_lib
 from verl_omni.utils.registry import Registry
 from verl_omni.workers.rollout.base import RolloutOutput
+from verl_omni.workers.rollout.trajectories import Several
 
 AGENT_LOOPS: Registry[type["DiffusionAgentLoopBase"]] = Registry("agent loop")
 
@@ -159,8 +161,13 @@ class DiffusionAgentLoopWorker:
         loop = AGENT_LOOPS.get(name)(self.model_config, engine)
         output = await loop.run(sampling_params, tokenizers=self.tokenizers, **row)
         await engine.leave()
-        answer = engine.answer_of(output.response)
-        output.reference, output.version = answer.reference, answer.version
+        answers = engine.trained(output.response, output.trained)
+        output.reference, output.version = answers[0].reference, min(answer.version for answer in answers)
+        if len(answers) > 1:
+            output.fields, output.reference = steps_of(answers), Several(tuple(one.reference for one in answers))
+        elif output.trained:
+            output.fields = {**answers[0].trajectory, **answers[0].conditions}
+        output.trained = ()
         output.image_time = time.perf_counter()
         return output
 

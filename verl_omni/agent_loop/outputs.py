@@ -1,5 +1,6 @@
 """What agent loops give, and what becomes of it: columns of a batch, pictures worth keeping."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from verl.protocol import DataProto
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.responses import Response, kind_of, write_response
+from verl_omni.workers import columns
 from verl_omni.workers.columns import concatenated, stacked
+from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.trajectories import COLUMN
 
 
@@ -22,6 +25,8 @@ class DiffusionAgentLoopOutput:
     response: Response
     prompt_ids: list[int]
     fields: dict[str, torch.Tensor]
+    #: the requests that are trained on, where they are others than the one that made the response; each counts the same
+    trained: Sequence[RolloutOutput] = ()
     reference: Any = None  # to what training needs, where it is not in `fields`
     version: int = 0  # of the weights that made it
     reward_score: float | None = None
@@ -50,6 +55,23 @@ def best_and_worst(outputs: list[DiffusionAgentLoopOutput], rows: list[dict[str,
     return files
 
 
+def steps_of(answers: list[RolloutOutput]) -> dict[str, torch.Tensor]:
+    """What the driver has of one sample that several requests made: their steps, one after the other."""
+    first, *others = [one.trajectory for one in answers]
+    per_sample = [name for name in first if columns.of(name).per == "sample"]
+    alike = all(torch.equal(first[name], other[name]) for name in per_sample for other in others)
+    as_many = all(first[name].shape[:1] == other[name].shape[:1] for name in first for other in others)
+    if not (alike and as_many and all(one.reference is not None for one in answers)):
+        raise ValueError(
+            f"an agent loop names {len(answers)} requests to be trained on that are not alike: expected one size, one "
+            "noise level and one number of trained steps for all requests of a sample"
+        )
+    return {
+        name: value if name in per_sample else torch.cat([value, *(other[name] for other in others)])
+        for name, value in first.items()
+    }
+
+
 def written(response: Response, file: Path) -> dict[str, Any]:
     """Write a sample's file: what its line in samples.jsonl says of it."""
     kind, name = kind_of(response).name, write_response(response, file)
@@ -69,10 +91,10 @@ def fields(outputs: list[DiffusionAgentLoopOutput]) -> dict[str, torch.Tensor]:
 
 def references(outputs: list[DiffusionAgentLoopOutput]) -> dict[str, np.ndarray]:
     """Which weights made each sample, and where its trajectory lies."""
-    columns = {"version": object_array([o.version for o in outputs])}
+    told = {"version": object_array([o.version for o in outputs])}
     if outputs[0].reference is not None:
-        columns[COLUMN] = object_array([o.reference for o in outputs])
-    return columns
+        told[COLUMN] = object_array([o.reference for o in outputs])
+    return told
 
 
 def collate(outputs: list[DiffusionAgentLoopOutput], scores_only: bool = False) -> DataProto:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +20,9 @@ class SampleEngine:
 
     A sample's place in the burst belongs to the first request that is sent. Later turns, of which some samples have
     more than others, are batched as they come; a sample whose loop ends without a request gives its place back. Each
-    request's trajectory is left under a name of its own: the one that is trained on is that of the response which the
-    loop returns. Where a server has died that comes back, another draws what is missing, if any may.
+    request's trajectory is left under a name of its own: those are trained on that the loop names (`trained`), or the
+    one that made the response which it returns. Where a server has died that comes back, another draws what is
+    missing, if any may.
     """
 
     def __init__(self, servers: list[Any], block: Block, row: dict[str, Any]):
@@ -93,12 +94,17 @@ class SampleEngine:
         with contextlib.suppress(ActorUnavailableError):  # the places went with it
             await self.servers[server].withdraw.remote(self.position)
 
-    def answer_of(self, response: Any) -> RolloutOutput:
-        """The request that made what the loop returned."""
+    def trained(self, response: Any, named: Sequence[RolloutOutput]) -> list[RolloutOutput]:
+        """The requests that are trained on: those that the loop has named, or the one that made what it returned."""
+        for answer in named:
+            if not any(answer is one for one in self.answers):
+                raise ValueError("an agent loop names an answer to be trained on that this sample did not get")
+        if named:
+            return list(named)
         own = [answer for answer in self.answers if answer.response is response]
         if not own and len(self.answers) > 1:
             raise ValueError(
                 f"an agent loop asked for {len(self.answers)} images and returned none of them: which one is to be "
-                "trained on? Return the response of one request as it came"
+                "trained on? Return the response of one request as it came, or name those that are (`trained`)"
             )
-        return (own or self.answers or [RolloutOutput(response)])[0]
+        return (own or self.answers or [RolloutOutput(response)])[:1]

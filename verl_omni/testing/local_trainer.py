@@ -121,7 +121,7 @@ class _LocalGroup:
 
 
 class _LocalServer(RolloutServer):
-    """A rollout server in this process, beside its engine's class; weights and trajectories are handed over as they are."""
+    """A rollout server in this process, before the class of its engine; weights and trajectories stay as they are."""
 
     async def start(self) -> None:
         # One after the other: two at once get into each other's way in one process.

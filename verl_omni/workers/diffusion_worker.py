@@ -46,7 +46,7 @@ from verl_omni.workers.old_log_probs import OldLogProbs, choose_old_log_probs
 from verl_omni.workers.process_group import join_process_group
 from verl_omni.workers.rollout import engine_class as rollout_class
 from verl_omni.workers.rollout.base import RolloutOutput
-from verl_omni.workers.rollout.trajectories import TrajectoryStore, in_two_parts
+from verl_omni.workers.rollout.trajectories import TrajectoryStore, in_two_parts, requests_a_sample, unfolded
 from verl_omni.workers.rollout.under_way import UnderWay
 from verl_omni.workers.transfer.weights import Name, SentWeights, StoredWeights, store_in_buckets
 
@@ -233,8 +233,8 @@ class DiffusionWorker(Worker):
         return self._per_step(data, ref_prev_sample_mean=output["prev_sample_mean"])
 
     def _batch(self, data: DataProto) -> dict[str, torch.Tensor]:
-        """What the driver sent, and the trajectories that it refers to."""
-        return tensors(data) | self.trajectories.batch(data)
+        """What the driver sent, and the trajectories that it refers to: a row for each request that is trained on."""
+        return unfolded(tensors(data), requests_a_sample(data)) | self.trajectories.batch(data)
 
     def _per_step(self, data: DataProto, **outputs: torch.Tensor) -> DataProto:
         """Results (pairs, ...) as (samples, steps, ...): kept here with their samples, or sent to the driver."""
@@ -300,7 +300,8 @@ class DiffusionWorker(Worker):
     def _mini_batches(self, data: DataProto) -> list[dict[str, torch.Tensor]]:
         """Equal ones, or of the sizes in `mini_batch_rows`."""
         count = data.meta_info["num_mini_batches"]
-        sizes = data.meta_info.get("mini_batch_rows") or [len(data) // count] * count
+        rows = data.meta_info.get("mini_batch_rows") or [len(data) // count] * count
+        sizes = [size * requests_a_sample(data) for size in rows]
         columns = {k: v.split(sizes) for k, v in self._batch(data).items()}
         return [{k: v[i] for k, v in columns.items()} for i in range(count)]
 

@@ -28,6 +28,43 @@ class TrajectoryRef:
     stored: Any = None  # a ray.ObjectRef
 
 
+@dataclass(frozen=True)
+class Several:
+    """Where the requests lie that made one sample, each with equally many steps."""
+
+    parts: tuple[TrajectoryRef, ...]
+
+
+def parts_of(data: DataProto) -> list[tuple[TrajectoryRef, ...]]:
+    """Of each row the requests that made it."""
+    found = data.non_tensor_batch[COLUMN] if COLUMN in data.non_tensor_batch else ()
+    return [one.parts if isinstance(one, Several) else (one,) for one in found]
+
+
+def requests_a_sample(data: DataProto) -> int:
+    counts = sorted({len(parts) for parts in parts_of(data)} or {1})
+    if len(counts) > 1:
+        raise ValueError(
+            f"agent loops name {' and '.join(map(str, counts))} requests of samples of one batch to be trained on: "
+            "expected as many of each sample"
+        )
+    return counts[0]
+
+
+def unfolded(tensors: dict[str, torch.Tensor], parts: int) -> dict[str, torch.Tensor]:
+    """A row for each request: the steps of a sample are those of its requests, one after the other."""
+    if parts == 1:
+        return tensors
+    for name, why in (("train_steps", "algorithm.timestep_fraction below 1"), ("sigma", "direct preference")):
+        if name in tensors:
+            raise ValueError(f"an agent loop names {parts} requests to be trained on, which {why} has no way for")
+    stepwise = {k for k, v in tensors.items() if columns.of(k).per == "step" or (k == "share" and v.ndim == 2)}
+    return {
+        name: value.unflatten(1, (parts, -1)).flatten(0, 1) if name in stepwise else value.repeat_interleave(parts, 0)
+        for name, value in tensors.items()
+    }
+
+
 def large_part(output: RolloutOutput) -> dict[str, torch.Tensor]:
     """What training needs of a sample: its stored steps, or its end where none was stored, and its conditions."""
     columns.check_drawn(output.trajectory)
@@ -69,7 +106,7 @@ class TrajectoryStore:
         """The trajectories of these samples, by column. What lies elsewhere is fetched once."""
         if not self.holds(data):
             return {}
-        references = list(data.non_tensor_batch[COLUMN])
+        references = [reference for parts in parts_of(data) for reference in parts]
         absent = {r.key: r for r in references if r.key not in self.rows}
         strangers = [key for key, r in absent.items() if r.stored is None]
         if strangers:
@@ -83,5 +120,7 @@ class TrajectoryStore:
         return ray.get(stored)
 
     def add(self, data: DataProto, fields: dict[str, torch.Tensor]) -> None:
-        for i, reference in enumerate(data.non_tensor_batch[COLUMN]):
-            self.rows[reference.key] = self.rows[reference.key] | {name: value[i] for name, value in fields.items()}
+        for i, parts in enumerate(parts_of(data)):
+            own = {name: value[i].unflatten(0, (len(parts), -1)) for name, value in fields.items()}
+            for number, reference in enumerate(parts):
+                self.rows[reference.key] = self.rows[reference.key] | {k: v[number] for k, v in own.items()}
