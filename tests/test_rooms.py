@@ -37,6 +37,15 @@ def test_addresses_only_hand_names_on():
             assert not re.search(r"^(def|class|\w+ = (?!\[))", file.read_text(), re.MULTILINE), file
 
 
+def test_every_folder_says_what_lives_in_it():
+    """But for addresses, which are one line themselves."""
+    for folder in {file.parent for file in (ROOT / "verl_omni").rglob("*.py")}:
+        own = [file for file in folder.glob("*.py") if re.search(r"^(def|class|@|async def) ?", file.read_text(), re.M)]
+        if own and "experimental" not in folder.parts[:-1]:
+            text = (folder / "README.md").read_text()
+            assert 1 < len(text.splitlines()) < 15, folder
+
+
 def test_the_documents_name_files_that_exist():
     text = (ROOT / "docs/architecture.md").read_text()
     named = set(re.findall(r"`(verl_omni/[\w/]+(?:\.py|/))`", text))
