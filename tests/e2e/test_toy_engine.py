@@ -9,6 +9,8 @@ from e2e_runs import ROOT, Run, metrics, settings
 pytestmark = pytest.mark.timeout(1500)
 
 SETTINGS = ["trainer.total_training_steps=2", "data.val_files=null", "actor_rollout_ref.actor.optim.lr=0.01"]
+# A forward of as many rows in rollout and training: with others, matrix products round the last bit differently.
+ALIKE = ["actor_rollout_ref.rollout.max_num_seqs=1", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"]
 COUNTED = ("critic/rewards/mean", "actor/grad_norm", "actor/loss", "actor/ratio_max_dev")
 
 
@@ -25,13 +27,13 @@ def test_ranks_that_share_their_rows_train_as_one(tmp_path):
         shutil.copytree(ROOT / "tests/documented/toy_engine", folder / "toy_engine")
     toy = ["actor_rollout_ref.model.external_lib=toy_engine", "actor_rollout_ref.actor.strategy=toy"]
     ulysses = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"
-    one, two = run(alone), run(shared, *toy, "trainer.n_gpus_per_node=2")
+    one, two = run(alone), run(shared, *toy, *ALIKE, "trainer.n_gpus_per_node=2")
     three = run(tokens, ulysses, "trainer.n_gpus_per_node=2")
     assert list(one) == list(two) == list(three) == [1, 2]
     for step in one:
         for name in COUNTED:
             expected = pytest.approx(one[step][name], rel=1e-3, abs=1e-6)
             assert two[step][name] == expected and three[step][name] == expected, (step, name)
-    assert two[1]["actor/first_ratio_max_dev"] <= 1e-6
+    assert two[1]["actor/first_ratio_max_dev"] == 0
     # Attention over shares of the tokens rounds differently: training compares with log-probabilities of its own.
     assert three[1]["actor/first_ratio_max_dev"] == 0.0 and three[1]["actor/old_log_probs_from_train"] == 1.0

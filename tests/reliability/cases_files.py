@@ -85,6 +85,8 @@ def rewards() -> list[BadInput]:
     one = "def compute_score(image):\n    "
     early = [
         ("a parameter that does not exist", "def compute_score(imgae):\n    return 1.0\n", ("imgae", "image")),
+        ("a parameter of a sound, which this model does not make", "def compute_score(audio):\n    return 1.0\n",
+         ("audio", "image")),
         ("a syntax error", "def compute_score(image:\n    return 1\n", ("reward.py",)),
         ("an import that fails", "import no_such_package\n" + one + "return 1\n", ("reward.py", "no_such_package")),
         ("an error while it is imported", "1 / 0\n", ("reward.py", "ZeroDivisionError")),

@@ -43,6 +43,8 @@ def numbers() -> list[BadInput]:
         ("sde_window_range backwards", (f"{A}rollout.algo.sde_window_range=[3,1]",)),
         ("filter_groups with one batch",
          ("algorithm.filter_groups.max_num_gen_batches=1", "algorithm.filter_groups.enable=true")),
+        ("one denoising step, DPO",
+         (f"{A}rollout.pipeline.num_inference_steps=1", f"{A}model.algorithm=dpo")),
         ("DiffusionNFT, beta=0", (f"{A}actor.diffusion_loss.extra.beta=0", f"{A}model.algorithm=diffusion_nft")),
         ("DiffusionNFT, adv_clip_max=0",
          (f"{A}actor.diffusion_loss.adv_clip_max=0", f"{A}model.algorithm=diffusion_nft")),
