@@ -25,9 +25,13 @@ ALGORITHMS: dict[str, tuple[str, list[str]]] = {
     "dance_grpo": ("dance_grpo", OWN_STEPS),
     "grpo_guard": ("grpo_guard", []),
     "flow_dppo": ("flow_dppo", []),
+    "tempflow_grpo": ("tempflow_grpo", []),
+    "flash_grpo": ("flash_grpo", [f"{ROLLOUT}.algo.sde_window_size=1"]),
     "diffusion_nft": ("diffusion_nft", [*SINGLE_STEPS, f"{ACTOR}.diffusion_loss.adv_clip_max=1"]),
     "awm": ("awm", SINGLE_STEPS),
     "dpo": ("dpo", SINGLE_STEPS),
+    "dgpo": ("dgpo", SINGLE_STEPS),
+    "crd": ("crd", SINGLE_STEPS),
 }
 
 

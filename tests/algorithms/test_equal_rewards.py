@@ -80,18 +80,25 @@ def test_a_reward_that_is_equal_within_each_prompt_adds_nothing(equal_groups):
     assert alone.any() and torch.equal(estimated("gdpo", other, index, constant=constant, other=other), alone)
 
 
-@pytest.mark.parametrize("loss", ["flow_grpo", "grpo_guard", "flow_dppo", "awm", "diffusion_nft"])
+@pytest.mark.parametrize(
+    "loss",
+    ["flow_grpo", "grpo_guard", "flow_dppo", "tempflow_grpo", "flash_grpo", "awm", "diffusion_nft", "dgpo", "crd"],
+)
 @pytest.mark.parametrize("beta", [0.1, 0.3, 1.0])
 def test_no_advantage_is_no_gradient(loss, beta):
     """In float32, as training is. NFT pulls to the old policy where it has left it: there it is looked at on it."""
-    if loss in ("awm", "diffusion_nft"):
+    if loss in ("dgpo", "crd"):
+        case = direct_preference_case(loss, extra={"beta": beta})
+    elif loss in ("awm", "diffusion_nft"):
         extra = {"kl_beta": 0.0} | ({"beta": beta} if loss == "diffusion_nft" else {})
         case = direct_preference_case(loss, extra=extra)
     else:
         case = policy_gradient_case(loss)
     output = {name: value.detach().float().requires_grad_() for name, value in case.model_output.items()}
     data = {name: value.float() for name, value in case.data.items()} | {"advantages": torch.zeros(12)}
-    if loss == "diffusion_nft":
+    if loss == "crd":
+        data |= {"targets": torch.zeros(12, 1), "group_sums": torch.zeros(12, 1)}
+    if loss in ("diffusion_nft", "crd"):
         data["old_velocity"] = output["velocity"].detach().clone()
     case = dataclasses.replace(case, model_output=output, data=data)
     assert not any(gradient.any() for gradient in case.gradients(case.run().loss))

@@ -7,6 +7,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from verl_omni.pipelines.schedulers import FlowMatchSDEDiscreteScheduler, get_step, register_step
+from verl_omni.pipelines.schedulers.flow_match_sde import step_table
 from verl_omni.pipelines.schedulers.steps import kl_std
 
 STEPS = ["sde", "cps", "dance_sde"]
@@ -281,3 +282,13 @@ def test_config_of_a_checkpoint_is_read_and_written_like_the_parents(tmp_path):
     FlowMatchEulerDiscreteScheduler(**QWEN_IMAGE).save_pretrained(tmp_path)
     ours = FlowMatchSDEDiscreteScheduler.from_pretrained(tmp_path)
     assert ours.config.shift_terminal == 0.02 and ours.config.use_dynamic_shifting
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_table_of_a_schedule_is_what_its_steps_have(name):
+    one = scheduler(steps=6)
+    for row, i in zip(step_table(one, name, 0.6, range(1, 5)), range(1, 5), strict=True):
+        x = torch.zeros(1, 2)
+        *_, s = one.sample_previous_step(x, x, one.timesteps[i], noise_level=0.6, prev_sample=x, sde_type=name)
+        root = (one.sigmas[i] - one.sigmas[i + 1]).sqrt()
+        torch.testing.assert_close(row, torch.stack([one.sigmas[i], root, s[0, 0]]))

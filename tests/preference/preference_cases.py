@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from verl_omni.algorithms.crd import centred
 from verl_omni.algorithms.forward_process import anchor_policies, follows_old_policy
 from verl_omni.config import (
     CheckpointConfig,
@@ -31,6 +32,8 @@ LOSSES = {
     "dpo": {"beta": 5.0},
     "diffusion_nft": {"beta": 0.5, "kl_beta": 0.1},
     "awm": {"weighting": "t", "kl_beta": 0.1, "ema_kl_beta": 0.2},
+    "dgpo": {"beta": 20.0, "anchor": "reference"},
+    "crd": {"beta": 3.0, "temperature": 0.7},
 }
 OPTIM = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1, "clip_grad": 1.0}
 
@@ -112,17 +115,23 @@ def make_batch(engine: DiffusersFSDPEngine) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
     sigma = 1 - torch.rand(len(PROMPTS), LEVELS, generator=generator)
     seeds = torch.randint(2**62, sigma.shape, generator=generator)
-    return data | {
+    advantages, group = torch.tensor([1.2, -0.7, 0.4, -2.0, 0.3, -0.2]), torch.arange(len(PROMPTS))
+    batch = data | {
         "sigma": sigma.repeat_interleave(2, dim=0),
         "noise_seed": seeds.repeat_interleave(2, dim=0),
-        "advantages": torch.tensor([1.2, -0.7, 0.4, -2.0, 0.3, -0.2]),
+        "advantages": advantages,
         "preference": torch.tensor([1.0, -1.0]).repeat(len(PROMPTS)),
     }
+    if loss_function(engine.model_config.algorithm).by_group:
+        group = group.repeat_interleave(2)
+        centre, targets = centred(advantages, group, LOSSES["crd"]["temperature"])
+        batch |= {"group": group, "group_share": torch.full((6,), 0.5), "centre": centre, "targets": targets}
+    return batch
 
 
 def deal(data: dict[str, torch.Tensor], rows_per_unit: int, ranks: int, rank: int) -> list[dict[str, torch.Tensor]]:
     """The mini-batch (there is one) of a rank, as the trainer deals it."""
-    order, share, _ = deal_units(len(data["sigma"]) // rows_per_unit, 1, ranks)
+    order, share, _ = deal_units(len(data["sigma"]) // rows_per_unit, 1, ranks, group=data.get("group"))
     rows = (order[:, None] * rows_per_unit + torch.arange(rows_per_unit)).reshape(-1)
     dealt = {k: v[rows] for k, v in data.items()}
     dealt["share"] = (share / rows_per_unit).repeat_interleave(rows_per_unit)

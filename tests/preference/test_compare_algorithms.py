@@ -8,6 +8,7 @@ from hydra import compose, initialize_config_module
 from tiny_models import tiny_checkpoint
 
 from benchmarks.compare_algorithms import ALGORITHMS, curve, settings, table
+from verl_omni.algorithms.registry import get_algorithm
 from verl_omni.config import schema
 from verl_omni.trainer.checks.preflight import preflight
 
@@ -28,7 +29,9 @@ def test_every_algorithm_may_train_the_quickstart(name, tmp_path):
     algorithm = name.split()[0]
     assert config.actor_rollout_ref.model.algorithm == algorithm
     assert (config.trainer.seed, config.actor_rollout_ref.rollout.seed, config.trainer.test_freq) == (3, 3, 20)
-    assert (config.actor_rollout_ref.rollout.algo.noise_level == 0) == (algorithm in ("diffusion_nft", "awm", "dpo"))
+    assert (config.actor_rollout_ref.rollout.algo.noise_level == 0) == (
+        get_algorithm(algorithm).trainer_type == "direct_preference"
+    )
 
 
 def test_the_table_counts_images_and_seconds(tmp_path):

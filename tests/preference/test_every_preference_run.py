@@ -48,7 +48,7 @@ def trained(algorithm: str, architecture: str, lora: bool, processes: int, folde
 
 @pytest.mark.parametrize("architecture", ["QwenImagePipeline", "StableDiffusion3Pipeline"])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("algorithm", ["dpo", "diffusion_nft", "awm"])
+@pytest.mark.parametrize("algorithm", ["dpo", "diffusion_nft", "awm", "dgpo", "crd"])
 def test_one_process_and_two_agree(algorithm, architecture, lora, tmp_path):
     one, two = (trained(algorithm, architecture, lora, processes, tmp_path) for processes in (1, 2))
     assert one.keys() == two.keys() and one

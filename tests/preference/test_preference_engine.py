@@ -54,6 +54,19 @@ def written_out(loss: str, m: dict, d: dict) -> torch.Tensor:
         return torch.stack([dpo_pair(m, d, pair, 5.0) for pair in range(rows // 2)]).mean()
     if loss == "diffusion_nft":
         return torch.stack([nft_row(m, d, i, 0.5, 5.0, 0.1) for i in range(rows)]).mean()
+    if loss == "dgpo":
+        group = torch.arange(rows) // 2  # a pair at one noise level
+        errors = {k: ((v - (d["noise"] - d["clean_latents"])) ** 2).flatten(1).mean(1) for k, v in (d | m).items()
+                  if k.endswith("velocity")}  # fmt: skip
+        terms = 20.0 / 2 * d["advantages"] * (errors["velocity"] - errors["ref_velocity"]).detach()
+        s = torch.stack([terms[group == g].sum() for g in group])
+        return (s.sigmoid() * d["advantages"] * errors["velocity"]).mean()
+    if loss == "crd":
+        gain = -((m["velocity"] - (d["noise"] - d["clean_latents"])) ** 2).flatten(1).mean(1)
+        gain = (gain - gain.detach()).unflatten(0, (-1, 2))  # the policy itself samples: its rewards are 0
+        a = d["advantages"].unflatten(0, (-1, 2))
+        sides = [(3.0 * gain - (a - ((sign * a / 0.7).softmax(1) * a).sum(1, keepdim=True))) ** 2 for sign in (1, -1)]
+        return (sides[0] + sides[1]).mean() / 2
     return torch.stack([awm_row(m, d, i, "t", 0.2, 0.2, 0.1, 0.2) for i in range(rows)]).mean()
 
 
@@ -65,11 +78,13 @@ def test_the_gradient_is_that_of_the_formula_on_diffusers_own_transformer(archit
     prepared = engine.before_update(data, anchor_policies(loss, actor_config(loss)))
     with engine.train_mode():
         engine.optimizer_zero_grad()
-        engine.forward_backward_batch(prepared, loss_function(loss))
+        engine.forward_backward_batch(engine.with_sums(prepared, loss_function(loss)), loss_function(loss))
     now, start = load_transformer(architecture, weights(engine)), load_transformer(architecture)
     policies = {"velocity": now, "ref_velocity": start}
     if loss == "diffusion_nft":
         policies["old_velocity"] = start  # the old policy samples, and has not moved
+    if loss in ("dgpo", "crd"):
+        policies["old_velocity"] = now
     if loss == "awm":
         policies |= {"old_velocity": now, "ema_velocity": start}  # the policy itself samples
 

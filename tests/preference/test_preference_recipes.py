@@ -21,6 +21,8 @@ EXAMPLES, RECIPES = (Path(__file__).parents[2] / name for name in ("examples", "
 ONLINE = {
     "diffusion_nft_trainer/qwen_image_ocr_lora_nft": "diffusion_nft",
     "awm_trainer/qwen_image_ocr_lora_awm": "awm",
+    "dgpo_trainer/qwen_image_ocr_lora_dgpo": "dgpo",
+    "crd_trainer/qwen_image_ocr_lora_crd": "crd",
     "dpo_trainer/qwen_image_ocr_lora_dpo": "dpo",
 }
 OFFLINE = "dpo_trainer/qwen_image_lora_offline_dpo"

@@ -56,6 +56,39 @@ def test_nft_goes_on_from_a_checkpoint_bit_for_bit(tmp_path, monkeypatch, capsys
     assert not torch.equal(*(next(iter(exported(run_dir, step).values())) for step in (2, 3)))
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "extra", "told"),
+    [("dgpo", "anchor=ema", "group_weight"), ("crd", "temperature=0.5", "implicit_error")],
+    ids=["dgpo", "crd"],
+)
+def test_losses_of_whole_groups_go_on_from_a_checkpoint_bit_for_bit(tmp_path, monkeypatch, algorithm, extra, told):
+    """Several updates of a rollout, in micro-batches that cut groups."""
+    run_dir = tmp_path / "run"
+    arguments = settings(
+        run_dir,
+        f"actor_rollout_ref.model.algorithm={algorithm}",
+        f"+actor_rollout_ref.actor.diffusion_loss.extra.{extra}",
+        "actor_rollout_ref.model.lora_rank=4",
+        "actor_rollout_ref.actor.optim.lr=0.01",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",
+        "actor_rollout_ref.actor.shuffle=true",
+        *(["algorithm.old_policy_decay=0.5"] if algorithm == "dgpo" else []),
+        "algorithm.timesteps_per_sample=1",
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=1",
+        "data.val_files=null",
+    )
+    run_here(arguments, tmp_path, monkeypatch)
+    straight, weights = metrics(run_dir), exported(run_dir, 2)
+    assert straight[1]["actor/first_ratio_max_dev"] < 1e-5 < straight[1]["actor/ratio_max_dev"]
+    assert straight[2][f"actor/{told}"] > 0
+    shutil.rmtree(run_dir / "global_step_2")
+    (run_dir / "latest_checkpointed_iteration.txt").write_text("1")
+    run_here(arguments, tmp_path, monkeypatch)
+    assert metrics(run_dir) == straight
+    assert all(torch.equal(value, weights[name]) for name, value in exported(run_dir, 2).items())
+
+
 def test_awm_trains_all_weights_with_every_anchor(tmp_path, monkeypatch):
     extra = "actor_rollout_ref.actor.diffusion_loss.extra"
     arguments = settings(

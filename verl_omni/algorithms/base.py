@@ -46,6 +46,9 @@ class DiffusionLossFn(ABC):
     required_data_keys: ClassVar[tuple[str, ...]] = ()
     #: Adjacent rows that belong together and must not be split between micro-batches: 2 for preference pairs.
     rows_per_unit: ClassVar[int] = 1
+    #: Whether the samples of a prompt are noised alike and add up what `group_terms` gives. They share a mini-batch,
+    #: and may lie in any micro-batch, on any rank.
+    by_group: ClassVar[bool] = False
     #: This loss's settings: fields of `actor.diffusion_loss`, and under "extra" those that it alone has. A loss that
     #: names none has Flow-GRPO's. A log-probability is a mean over thousands of latent elements, so ratios stay near 1,
     #: and so do their bounds.
@@ -76,6 +79,16 @@ class DiffusionLossFn(ABC):
         Unchanged by default: the policy-gradient trainer has already added log-probabilities and advantages.
         """
         return batch
+
+    def group_terms(
+        self, *, config: "DiffusionActorConfig", model_output: Mapping[str, Any], data: "TensorDict"
+    ) -> torch.Tensor:
+        """With `by_group`: what each row adds to the sums of its group, (B, M).
+
+        It is asked of all rows before an optimizer step, without a gradient; every row of that step then has its
+        group's sums, (B, M), as ``group_sums``.
+        """
+        raise NotImplementedError
 
     @classmethod
     def data_keys(cls, config: "DiffusionActorConfig") -> tuple[str, ...]:

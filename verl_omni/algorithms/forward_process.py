@@ -1,5 +1,6 @@
 """What the direct-preference losses share: they train on noised clean latents at single noise levels t = σ."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,18 @@ def matching_error(velocity: torch.Tensor, clean_latents: torch.Tensor, noise: t
 def velocity_distance(velocity: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """``mean((v - v_other)²)`` of each row, with a gradient to ``velocity`` only: (B,)."""
     return row_mean((velocity - other.detach()) ** 2)
+
+
+def group_numbers(uids: Sequence[str]) -> torch.Tensor:
+    """The number of each sample's group, (B,), counted as they first appear."""
+    numbers = {uid: number for number, uid in enumerate(dict.fromkeys(uids))}
+    return torch.tensor([numbers[uid] for uid in uids])
+
+
+def group_share(uids: Sequence[str]) -> torch.Tensor:
+    """1/|G| of each sample's group: (B,)."""
+    numbers = group_numbers(uids)
+    return 1 / numbers.bincount()[numbers].float()
 
 
 def anchor_policies(algorithm: str, config: "DiffusionActorConfig") -> dict[str, str]:

@@ -58,6 +58,15 @@ def sqrt_neg_dt(scheduler: Any, timestep: torch.Tensor | float) -> torch.Tensor:
     return (sigma - sigma_next).sqrt()
 
 
+def step_table(scheduler: Any, sde_type: str, noise_level: float, steps: range) -> torch.Tensor:
+    """σ, √(-dt) and s of each of these steps, (K, 3), in CPU memory."""
+    sigmas = scheduler.sigmas.cpu().float()
+    sigma, sigma_next = sigmas[steps.start : steps.stop], sigmas[steps.start + 1 : steps.stop + 1]
+    nothing = torch.zeros(len(steps), 1)
+    _, std_dev_t = get_step(sde_type)(nothing, nothing, sigma, sigma_next, noise_level)
+    return torch.stack([sigma, (sigma - sigma_next).sqrt(), std_dev_t[:, 0]], dim=1)
+
+
 class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
     """Same schedule and config as the parent, plus ``sample_previous_step``. It keeps no state between two steps, so
     that the samples of one batch may be at different timesteps."""

@@ -55,6 +55,12 @@ def sde_window(
     return range(start, start + size)
 
 
+def trainable_steps(algo: "DiffusionRolloutAlgoConfig", num_steps: int) -> range:
+    """All steps that a window can hold."""
+    lo, hi, _ = _bounds(algo, num_steps)
+    return range(lo, hi)
+
+
 def check_window(algo: "DiffusionRolloutAlgoConfig", num_steps: int) -> None:
     """Raise ValueError where the window does not fit into ``num_steps``. Needs no worker."""
     where = "actor_rollout_ref.rollout.algo."

@@ -5,11 +5,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import DictConfig
 from verl.protocol import DataProto
 
-from verl_omni.algorithms.forward_process import draw_sigmas, follows_old_policy
+from verl_omni.algorithms.forward_process import draw_sigmas, follows_old_policy, group_numbers
 from verl_omni.algorithms.old_policy import old_policy_decay
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
@@ -83,15 +84,20 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
             raise ValueError(
                 f"{len(batch)} samples for a loss that takes {size} at a time: prepare_actor_batch must keep them whole"
             )
-        units = len(batch) // size
-        sizes = [tuple(row) for row in batch.batch["size"][::size].tolist()] if "size" in batch.batch.keys() else None
-        levels = self._noise_levels(units, sizes)
-        batch.batch.update({k: v.repeat_interleave(size, dim=0) for k, v in levels.items()})
+        units, group = len(batch) // size, None
+        alike = torch.arange(len(batch)) // size  # rows with one number are noised alike
+        if self.loss_fn.by_group:
+            alike = group = batch.batch["group"] = group_numbers(batch.non_tensor_batch["uid"])
+        _, first = np.unique(alike, return_index=True)
+        sizes = [tuple(row) for row in batch.batch["size"][first].tolist()] if "size" in batch.batch.keys() else None
+        levels = self._noise_levels(len(first), sizes)
+        batch.batch.update({k: v[alike] for k, v in levels.items()})
         order, share, sizes = deal_units(
             units,
             mini_batches=self.config.data.train_batch_size // actor.ppo_mini_batch_size,
             ranks=self.layout.data,
             seed=self._seed("mini-batches") if actor.shuffle else None,
+            group=group,
         )
         rows = (order[:, None] * size + torch.arange(size)).reshape(-1)
         kept = columns.for_training(batch.batch.keys(), asked)

@@ -28,19 +28,23 @@ def train_steps(shape: tuple[int, int], fraction: float, seed: int) -> torch.Ten
 
 
 def deal_units(
-    units: int, mini_batches: int, ranks: int, seed: int | None = None
+    units: int, mini_batches: int, ranks: int, seed: int | None = None, group: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     """Spread any number of units over mini-batches and ranks so that the update depends on neither ranks nor remainder.
 
     A mini-batch holds the same units for any number of ranks. Where they do not divide among the ranks, the first unit
-    fills the gap with share 0: every rank takes part in every forward, and no copy counts.
+    fills the gap with share 0: every rank takes part in every forward, and no copy counts. Units of one `group` (the
+    number of each one's) meet in a mini-batch, on any rank.
 
     Returns the units in rank order, each one's share of its rank's mean, and the units a rank has of each mini-batch.
     """
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    order = torch.arange(units) if generator is None else torch.randperm(units, generator=generator)
+    kept = units if group is None else int(group.max()) + 1
+    order = torch.arange(kept) if generator is None else torch.randperm(kept, generator=generator)
     dealt, shares, sizes = [], [], []
-    for mini in order.tensor_split(min(mini_batches, units)):
+    for mini in order.tensor_split(min(mini_batches, kept)):
+        if group is not None:
+            mini = torch.cat([(group == number).nonzero()[:, 0] for number in mini.tolist()])
         per_rank = math.ceil(len(mini) / ranks)
         gap = per_rank * ranks - len(mini)
         dealt.append(torch.cat([mini, mini[:1].expand(gap)]).reshape(ranks, per_rank))

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from verl_omni.workers import columns
+from verl_omni.workers.engine.group_sums import group_sums
 from verl_omni.workers.engine.metrics import accumulate, and_last, is_maximum
 from verl_omni.workers.engine.protocol import LossFunction, TrainingEngine
 from verl_omni.workers.engine.replay import Batch, Replay, in_order
@@ -76,13 +77,19 @@ class Passes(TrainingEngine):
         before_step: Callable[[dict[str, float]], None] | None = None,
     ) -> dict[str, Any]:
         self.optimizer_zero_grad()
-        output = self.forward_backward_batch(data, loss_function)
+        output = self.forward_backward_batch(self.with_sums(data, loss_function), loss_function)
         if before_step is not None:
             before_step(output["metrics"])
         self.drop_idle_gradients(data)
         output["metrics"]["grad_norm"] = self.optimizer_step()
         output["metrics"]["lr"] = self.lr_scheduler_step()
         return output
+
+    def with_sums(self, data: Batch, loss_function: LossFunction) -> Batch:
+        """With what a loss has to know of whole groups under the weights of this moment."""
+        if not getattr(loss_function, "by_group", False):
+            return data
+        return data | {"group_sums": group_sums(self, data, loss_function)}
 
     def drop_idle_gradients(self, data: Batch) -> None:
         """A part that no rank had a row for that counts has no gradient, and the optimizer leaves it alone.

@@ -3,14 +3,19 @@
 import torch
 
 from verl_omni.pipelines.sampling import transformer_inputs
-from verl_omni.pipelines.schedulers.flow_match_sde import check_timesteps, sqrt_neg_dt
-from verl_omni.pipelines.schedulers.steps import kl_std
-from verl_omni.workers.engine.replay import Batch, MicroBatch, Replay
+from verl_omni.pipelines.schedulers.flow_match_sde import check_timesteps, step_sigmas, step_table
+from verl_omni.pipelines.schedulers.steps import kl_std, step_names
+from verl_omni.pipelines.schedulers.windows import trainable_steps
+from verl_omni.workers.engine.replay import Batch, MicroBatch, Replay, Replays
 
 
 class ReverseSteps(Replay):
     per = "step"
     outputs = frozenset({"log_probs", "prev_sample_mean", "std_dev_t", "kl_std"})
+
+    def __init__(self, engine: Replays):
+        super().__init__(engine)
+        self._schedules: dict[tuple, torch.Tensor] = {}
 
     def pairs(self, data: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """`train_steps` (B, K) names the steps where only some are trained."""
@@ -40,7 +45,8 @@ class ReverseSteps(Replay):
 
     def model_outputs(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """log_probs (N,), prev_sample_mean (N, ...), std_dev_t and kl_std (N, 1, ...) of N stored (sample, step)s."""
-        module, (config, scheduler) = self.engine.module, self.drawn_as(self.kinds(micro_batch)[0])
+        module, kind = self.engine.module, self.kinds(micro_batch)[0]
+        config, scheduler = self.drawn_as(kind)
         sample, timestep = micro_batch["latents"][:, 0], micro_batch["timesteps"][:, 0]
         inputs, negative = transformer_inputs(self.adapter, module, config, sample, timestep, micro_batch)
         if negative is not None and "uncond_velocity" in micro_batch:
@@ -54,6 +60,18 @@ class ReverseSteps(Replay):
             scheduler_inputs={"sample": sample, "prev_sample": micro_batch["prev_latents"], "timestep": timestep},
             step=0,
         )
-        micro_batch["sqrt_dt"] = sqrt_neg_dt(scheduler, timestep)
+        sigma, sigma_next = step_sigmas(scheduler, timestep)
+        micro_batch |= {"step_sigma": sigma, "sqrt_dt": (sigma - sigma_next).sqrt()}
+        if config.algo.sde_type in step_names():  # of others only the adapter's own scheduler knows
+            micro_batch["schedule"] = self._schedule(kind).expand(len(sample), -1, -1)
         in_kl = kl_std(config.algo.sde_type, std_dev_t, micro_batch["sqrt_dt"])
         return {"log_probs": log_probs, "prev_sample_mean": mean, "std_dev_t": std_dev_t, "kl_std": in_kl}
+
+    def _schedule(self, kind: tuple) -> torch.Tensor:
+        """Of the steps that may be trained: see `step_table`."""
+        if kind not in self._schedules:
+            config, scheduler = self.drawn_as(kind)
+            steps = trainable_steps(config.algo, len(scheduler.timesteps))
+            table = step_table(scheduler, config.algo.sde_type, config.algo.noise_level, steps)
+            self._schedules[kind] = table.to(self.engine.device)
+        return self._schedules[kind]
