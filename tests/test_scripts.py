@@ -26,7 +26,12 @@ RECIPES = {
     "dancegrpo_trainer/run_qwen_image_ocr_lora_dancegrpo.sh": ("qwen_image_ocr_lora_dancegrpo", "dance_grpo", 32),
     "grpoguard_trainer/run_qwen_image_ocr_lora_grpoguard.sh": ("qwen_image_ocr_lora_grpoguard", "grpo_guard", 32),
     "flowdppo_trainer/run_qwen_image_ocr_lora_flowdppo.sh": ("qwen_image_ocr_lora_flowdppo", "flow_dppo", 32),
+    "tempflow_trainer/run_qwen_image_ocr_lora_tempflow.sh": ("qwen_image_ocr_lora_tempflow", "tempflow_grpo", 32),
+    "flash_trainer/run_qwen_image_ocr_lora_flash.sh": ("qwen_image_ocr_lora_flash", "flash_grpo", 32),
     "diffusion_nft_trainer/run_qwen_image_ocr_lora_nft.sh": ("qwen_image_ocr_lora_nft", "diffusion_nft", 32),
+    "opd_trainer/run_qwen_image_ocr_lora_opd.sh": ("qwen_image_ocr_lora_opd", "opd", 32),
+    "dgpo_trainer/run_qwen_image_ocr_lora_dgpo.sh": ("qwen_image_ocr_lora_dgpo", "dgpo", 32),
+    "crd_trainer/run_qwen_image_ocr_lora_crd.sh": ("qwen_image_ocr_lora_crd", "crd", 32),
     "awm_trainer/run_qwen_image_ocr_lora_awm.sh": ("qwen_image_ocr_lora_awm", "awm", 32),
     "dpo_trainer/run_qwen_image_ocr_lora_dpo.sh": ("qwen_image_ocr_lora_dpo", "dpo", 32),
 }
@@ -64,6 +69,9 @@ def test_recipes_pass_every_check(script, data, monkeypatch, tmp_path):
     name, algorithm, rank = RECIPES[script]
     monkeypatch.setenv("MODEL_PATH", str(tiny_checkpoint()))
     monkeypatch.setenv("DATA_DIR", str(data))
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "teacher/pytorch_lora_weights.safetensors").touch()
+    monkeypatch.setenv("TEACHER", str(tmp_path / "teacher"))
     schema.register()
     with initialize_config_dir(str(recipes.FOLDER), version_base=None):
         search = "hydra.searchpath=[pkg://verl_omni.trainer.config]"

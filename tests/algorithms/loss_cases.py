@@ -1,10 +1,12 @@
 """Random inputs for every loss, and its formula written out row by row in float64."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from verl_omni.algorithms.crd import centred
 from verl_omni.config import DiffusionActorConfig, DiffusionLossConfig
 from verl_omni.trainer.diffusion.diffusion_algos import get_diffusion_loss_fn
 
@@ -52,6 +54,10 @@ def policy_gradient_case(loss: str, seed: int = 0, weights: bool = False, spread
         "old_prev_sample_mean": old_mean,
         "sqrt_dt": 0.1 + torch.rand(ROWS, generator=g, dtype=torch.float64),
     }
+    data["teacher_prev_sample_mean"] = old_mean + 0.1 * normal(ROWS, *SHAPE)
+    data["step_sigma"] = 0.05 + 0.9 * torch.rand(ROWS, generator=g, dtype=torch.float64)
+    # sigma, sqrt(-dt) and s of five steps, which are another sample's other ones
+    data["schedule"] = 0.1 + 0.8 * torch.rand(ROWS, 5, 3, generator=g, dtype=torch.float64)
     if weights:
         data["rollout_is_weights"] = (normal(ROWS).exp() * (normal(ROWS) > 0)).clamp(max=2)
     model_output = {
@@ -80,7 +86,24 @@ def direct_preference_case(loss: str, seed: int = 0, **settings: Any) -> Case:
         "ref_velocity": velocity + 0.1 * normal(ROWS, *SHAPE),
         "ema_velocity": velocity + 0.1 * normal(ROWS, *SHAPE),
     }
-    return Case(loss, actor_config(**settings), {"velocity": velocity.requires_grad_()}, data, ("velocity",))
+    case = Case(loss, actor_config(**settings), {"velocity": velocity.requires_grad_()}, data, ("velocity",))
+    if get_diffusion_loss_fn(loss).by_group:
+        data |= grouped(case)
+    return case
+
+
+GROUPS = torch.tensor([0, 0, 1, 0, 2, 1, 1, 0, 2, 2, 2, 0])  # of sizes 5, 3 and 4, mixed
+
+
+def grouped(case: Case) -> dict[str, torch.Tensor]:
+    """What the trainer and the engine add for losses that look at whole groups; sums by the loss's own terms."""
+    data, loss_fn = case.data, get_diffusion_loss_fn(case.loss)
+    data["group_share"] = 1 / GROUPS.bincount()[GROUPS].double()
+    if case.loss == "crd":
+        temperature = loss_fn.settings(case.config).temperature
+        data["centre"], data["targets"] = centred(data["advantages"].clamp(-5, 5), GROUPS, temperature)
+    terms = loss_fn.group_terms(config=case.config, model_output=case.model_output, data=data).detach()
+    return {"group_sums": torch.stack([terms[GROUPS == group].sum(dim=0) for group in GROUPS])}
 
 
 # ---- the formulas, one row at a time ---------------------------------------------------------------------------------
@@ -101,6 +124,25 @@ def grpo_guard_row(m, d, i, low, high):
     bias = ((m["prev_sample_mean"][i] - d["old_prev_sample_mean"][i]) ** 2).mean() / (2 * c * c)
     ratio = torch.exp((m["log_probs"][i] - d["old_log_probs"][i] + bias) * c)
     return clipped(ratio, d["advantages"][i], low, high) / sqrt_dt**2
+
+
+def tempflow_row(m, d, i, low, high, c):
+    noise = float(m["std_dev_t"][i]) * float(d["sqrt_dt"][i])
+    return c * noise * flow_grpo_row(m, d, i, low, high)
+
+
+def flash_row(m, d, i, low, high):
+    def w(sigma, sqrt_dt, s):
+        return 1 / (sqrt_dt / s + s * sqrt_dt * (1 - sigma) / (2 * sigma))
+
+    own = w(*(float(x) for x in (d["step_sigma"][i], d["sqrt_dt"][i], m["std_dev_t"][i])))
+    all_steps = [w(*step.tolist()) for step in d["schedule"][i]]
+    return own / (sum(all_steps) / len(all_steps)) * flow_grpo_row(m, d, i, low, high)
+
+
+def opd_row(m, d, i):
+    drift = ((m["prev_sample_mean"][i] - d["teacher_prev_sample_mean"][i]) ** 2).mean()
+    return drift / (2 * float(m["std_dev_t"][i]) ** 2 * float(d["sqrt_dt"][i]) ** 2)
 
 
 def flow_dppo_row(m, d, i, tau):
@@ -148,3 +190,34 @@ def awm_row(m, d, i, weighting, low, high, kl=0.0, ema=0.0):
     ratio = torch.exp(log_prob(v) - log_prob(d["old_velocity"][i]))
     anchors = kl * ((v - d["ref_velocity"][i]) ** 2).mean() + ema * ((v - d["ema_velocity"][i]) ** 2).mean()
     return clipped(ratio, d["advantages"][i], low, high) + anchors
+
+
+def error_of(d, i, velocity):
+    return ((velocity - (d["noise"][i] - d["clean_latents"][i])) ** 2).mean()
+
+
+def dgpo_row(m, d, i, beta, clip, anchor="ref_velocity"):
+    def a(j):
+        return min(max(float(d["advantages"][j]), -5), 5)
+
+    group = [j for j in range(ROWS) if GROUPS[j] == GROUPS[i]]
+    gains = {j: error_of(d, j, m["velocity"][j]) - error_of(d, j, d[anchor][j]) for j in group}
+    s = beta / len(group) * sum(a(j) * float(gain) for j, gain in gains.items())
+    error = error_of(d, i, m["velocity"][i])
+    ratio = float(torch.exp(error_of(d, i, d["old_velocity"][i]) - error))
+    if (ratio > 1 + clip and a(i) > 0) or (ratio < 1 - clip and a(i) < 0):
+        error = error.detach()
+    return torch.sigmoid(torch.tensor(s, dtype=torch.float64)) * a(i) * error
+
+
+def crd_row(m, d, i, beta, temperature=None):
+    group = [j for j in range(ROWS) if GROUPS[j] == GROUPS[i]]
+    a = {j: min(max(float(d["advantages"][j]), -5), 5) for j in group}
+    r = {j: -(error_of(d, j, m["velocity"][j]) - error_of(d, j, d["old_velocity"][j])) for j in group}
+    sides = []
+    for sign in (0,) if temperature is None else (1, -1):
+        e = {j: math.exp(sign * a[j] / (temperature or 1)) for j in group}
+        w = {j: e[j] / sum(e.values()) for j in group}
+        mean_r, mean_a = sum(w[j] * float(r[j]) for j in group), sum(w[j] * a[j] for j in group)
+        sides.append((beta * (r[i] - mean_r) - (a[i] - mean_a)) ** 2)
+    return sum(sides) / len(sides)

@@ -14,6 +14,7 @@ from verl_omni.trainer.diffusion.diffusion_algos import (
     KLLoss,
     get_diffusion_loss_fn,
 )
+from verl_omni.workers.losses import build_loss_function
 
 # name -> (case, the formula of one row or pair, how many of them)
 FORMULAS = {
@@ -42,11 +43,27 @@ FORMULAS = {
         lambda m, d, i: cases.grpo_guard_row(m, d, i, 0.1, 0.1),
         ROWS,
     ),
+    "tempflow_grpo": (
+        lambda: policy_gradient_case("tempflow_grpo", clip_ratio=0.2),
+        lambda m, d, i: cases.tempflow_row(m, d, i, 0.2, 0.2, 2.25),
+        ROWS,
+    ),
+    "tempflow_grpo scaled": (
+        lambda: policy_gradient_case("tempflow_grpo", clip_ratio=0.2, extra={"weight_scale": 0.5}),
+        lambda m, d, i: cases.tempflow_row(m, d, i, 0.2, 0.2, 0.5),
+        ROWS,
+    ),
+    "flash_grpo": (
+        lambda: policy_gradient_case("flash_grpo", clip_ratio=0.2),
+        lambda m, d, i: cases.flash_row(m, d, i, 0.2, 0.2),
+        ROWS,
+    ),
     "flow_dppo": (
         lambda: policy_gradient_case("flow_dppo", extra={"kl_mask_threshold": 1e-3}),
         lambda m, d, i: cases.flow_dppo_row(m, d, i, 1e-3),
         ROWS,
     ),
+    "opd": (lambda: policy_gradient_case("opd"), cases.opd_row, ROWS),
     "dpo": (
         lambda: direct_preference_case("dpo", extra={"beta": 30.0}),
         lambda m, d, i: cases.dpo_pair(m, d, i, 30.0),
@@ -60,6 +77,26 @@ FORMULAS = {
     "diffusion_nft defaults": (
         lambda: direct_preference_case("diffusion_nft"),
         lambda m, d, i: cases.nft_row(m, d, i, 1.0, 5.0, 1e-4),
+        ROWS,
+    ),
+    "dgpo": (
+        lambda: direct_preference_case("dgpo", extra={"beta": 30.0}),
+        lambda m, d, i: cases.dgpo_row(m, d, i, 30.0, 0.01),
+        ROWS,
+    ),
+    "dgpo against the average": (
+        lambda: direct_preference_case("dgpo", clip_ratio=0.02, extra={"anchor": "ema"}),
+        lambda m, d, i: cases.dgpo_row(m, d, i, 100.0, 0.02, "ema_velocity"),
+        ROWS,
+    ),
+    "crd": (
+        lambda: direct_preference_case("crd", extra={"beta": 7.0}),
+        lambda m, d, i: cases.crd_row(m, d, i, 7.0),
+        ROWS,
+    ),
+    "crd two-sided": (
+        lambda: direct_preference_case("crd", extra={"temperature": 2.0}),
+        lambda m, d, i: cases.crd_row(m, d, i, 100.0, 2.0),
         ROWS,
     ),
     **{
@@ -85,7 +122,7 @@ def test_loss_and_gradient_equal_the_formula(name):
     gradients = case.gradients(result.loss)
     for mine, exact in zip(gradients, case.gradients(expected), strict=True):
         torch.testing.assert_close(mine, exact, rtol=1e-9, atol=1e-12)
-    assert gradients[0].any()
+    assert any(gradient.any() for gradient in gradients)
     assert all(not v.requires_grad for v in result.metrics.values())
 
 
@@ -111,7 +148,7 @@ def test_odd_splits_and_single_rows_add_up_too(name):
     torch.testing.assert_close(parts, case.run().loss, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("name", ["flow_grpo", "grpo_guard", "flow_dppo"])
+@pytest.mark.parametrize("name", ["flow_grpo", "grpo_guard", "flow_dppo", "tempflow_grpo", "flash_grpo"])
 def test_rollout_weights_scale_rows_and_carry_no_gradient(name):
     case = policy_gradient_case(name, weights=True, clip_ratio=0.2)
     weights = case.data["rollout_is_weights"].requires_grad_()
@@ -129,9 +166,27 @@ def test_cases_lie_on_both_sides_of_every_bound():
     for name in ("flow_grpo", "grpo_guard"):
         metrics = FORMULAS[name][0]().run().metrics
         assert 0 < metrics["pg_clipfrac_lower"] < 1 and 0 < metrics["pg_clipfrac_higher"] < 1
+    assert 0 < FORMULAS["dgpo"][0]().run().metrics["pg_clipfrac"] < 1
     assert 0 < FORMULAS["flow_dppo"][0]().run().metrics["dppo_masked_frac"] < 1
     advantages = FORMULAS["diffusion_nft"][0]().data["advantages"].abs()
     assert (advantages < 2).any() and (advantages > 2).any()
+
+
+@pytest.mark.parametrize("coef", [None, 0.3])
+def test_a_teacher_beside_another_loss_adds_its_divergence(coef):
+    case = policy_gradient_case("grpo_guard", loss_mode="grpo_guard", clip_ratio=0.2)
+    case.config.teacher.coef, weight = coef, 1.0 if coef is None else coef
+    result = build_loss_function(case.config)(case.model_output, case.data)
+    rows = [
+        cases.grpo_guard_row(case.model_output, case.data, i, 0.2, 0.2)
+        + weight * cases.opd_row(case.model_output, case.data, i)
+        for i in range(ROWS)
+    ]
+    expected = sum(rows) / ROWS
+    torch.testing.assert_close(result.loss, expected, rtol=1e-10, atol=1e-12)
+    for mine, exact in zip(case.gradients(result.loss), case.gradients(expected), strict=True):
+        torch.testing.assert_close(mine, exact, rtol=1e-9, atol=1e-12)
+    assert result.metrics["teacher_kl"] > 0
 
 
 def test_first_update_has_ratio_one_and_the_plain_policy_gradient():

@@ -129,7 +129,7 @@ def test_every_number_and_every_name_says_what_it_may_be():
         f"{ROLLOUT}.pipeline.negative_prompt", f"{ROLLOUT}.val_kwargs.pipeline.negative_prompt",
         f"{ROLLOUT}.agent.default_agent_loop", f"{ROLLOUT}.checkpoint_engine.backend", f"{ROLLOUT}.http.host",
         f"{ROLLOUT}.http.token_file",
-        "algorithm.rollout_correction.rollout_rs", "algorithm.filter_groups.metric",
+        "algorithm.rollout_correction.rollout_rs", "algorithm.filter_groups.metric", f"{ACTOR}.teacher.path",
     }  # fmt: skip
     types = {name: kind for name, kind in field_types(schema.DiffusionTrainerConfig)}
     without = {k.name for k in walk(schema.DiffusionTrainerConfig) if not k.range.bounds() and k.range.choices is None}
@@ -243,6 +243,11 @@ def test_a_loss_may_ask_for_all_that_the_model_gives(own):
             [*ASYNC, "trainer.stale_groups=keep", f"{MODEL}.algorithm=diffusion_nft"],
             "diffusion_nft compares with the policy that drew the samples, and only those of the last",
         ),
+        (["reward.pairwise.by=score", f"{ROLLOUT}.n=1"], "needs 2 images that are compared, and there are 1"),
+        (["reward.pairwise.by=score", "reward.pairwise.opponents=16"], "needs 17 images that are compared"),
+        (["reward.pairwise.by=pair", "data.val_files=x.parquet"], "validation has a single one"),
+        (["reward.pairwise.by=score", "reward.reward_manager.name=mine"], "has no effect with a reward manager"),
+        (["reward.pairwise.opponents=2"], "has no effect with reward.pairwise.by=null"),
         ([*ASYNC, "trainer.stale_groups=keep", f"{MODEL}.algorithm=awm"], "awm compares with the policy that drew"),
         ([*OFF, f"{ACTOR}.engine.fold_lora=true", f"{MODEL}.lora_rank=4"], "does nothing beside rollout servers"),
         ([*OFF, "rollout.nnodes=2", f"{ROLLOUT}.nnodes=3"], "are one setting"),

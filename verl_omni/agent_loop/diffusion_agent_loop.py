@@ -154,7 +154,7 @@ class DiffusionAgentLoopWorker:
         self, sampling_params: dict[str, Any], row: dict[str, Any], block: Block
     ) -> DiffusionAgentLoopOutput:
         name = row.get("agent_name") or self.default_agent
-        for key in (*SIZES, "seed", "init_seed", "sde_window", "position", "place"):
+        for key in (*SIZES, "seed", "init_seed", "branch", "sde_window", "position", "place"):
             if row.get(key) is not None:
                 sampling_params[key] = row[key]
         engine = SampleEngine(self.servers, block, row)
@@ -192,7 +192,7 @@ class DiffusionAgentLoopWorker:
         """
         if not self.reward_workers:
             return
-        keys = ("data_source", "reward_model", "extra_info", "prompt", "uid")
+        keys = ("data_source", "reward_model", "extra_info", "prompt", "uid", "compared")
         one = DataProto.from_dict(
             tensors={"responses": responses} if isinstance(responses, torch.Tensor) else {"sample": torch.zeros(1)},
             non_tensors={k: np.array([kwargs[k]], dtype=object) for k in keys if k in kwargs},

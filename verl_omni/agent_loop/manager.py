@@ -121,6 +121,10 @@ def assign(batch: DataProto, num_servers: int, num_reward_workers: int, max_num_
     positions = places(rows["server"])
     forwards = [index // max_num_seqs for index, _ in positions]
     workers = [i % num_reward_workers for i in range(size)]
+    if batch.meta_info.get("compares"):  # the images of a group meet in one process
+        rows["compared"] = object_array(places(rows["uid"]))
+        groups = {uid: number for number, uid in enumerate(dict.fromkeys(rows["uid"]))}
+        workers = [groups[uid] % num_reward_workers for uid in rows["uid"]]
     bursts = [(name, server, forward) for server, forward in zip(rows["server"], forwards, strict=True)]
     rows["position"] = object_array(
         [(*position, (name, server)) for position, server in zip(positions, rows["server"], strict=True)]

@@ -30,10 +30,16 @@ class Weights:
 
 
 def find_weights(place: str | Path, model: str | Path | None = None) -> Weights:
-    """A model's folder, a run (its last checkpoint), one of its checkpoints, or an `export` folder."""
-    from verl_omni.trainer.run_folder.checkpointing import whole_checkpoints
+    """A model's folder, a run (its last checkpoint), RUN/best, one of its checkpoints, or an `export` folder."""
+    from verl_omni.trainer.run_folder.checkpointing import best_step, whole_checkpoints
     from verl_omni.utils.run_files import read_config
 
+    folder = Path(place).expanduser()
+    if folder.name == "best" and not folder.exists() and folder.parent.is_dir():
+        step = best_step(folder.parent)
+        if step is None:
+            raise FileNotFoundError(f"{folder.parent} keeps no best checkpoint: a run with trainer.keep_best=true does")
+        place = folder.parent / f"global_step_{step}"
     folder = Path(hub.model_folder(str(place), setting="the model")).expanduser()
     if not folder.is_dir():
         raise FileNotFoundError(

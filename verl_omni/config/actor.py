@@ -20,6 +20,7 @@ ENGINE = "actor_rollout_ref.actor.engine"
 DTYPES = ("float32", "bfloat16")
 # A loss would have to be scaled, and the scale be found anew whenever it overflows.
 NOT_DTYPES = {"float16": "small gradients become 0 in its range; bfloat16 is as fast and has float32's"}
+TEACHER = "actor_rollout_ref.actor.teacher.path"
 CONTENTS = ("model", "optimizer", "extra", "export")
 # torch.optim's, but for those that need a closure (LBFGS), sparse gradients (SparseAdam) or matrices only (Muon), or
 # have no weight decay (Rprop)
@@ -156,6 +157,24 @@ class CheckpointConfig:
 
 
 @dataclass
+class TeacherConfig:
+    """A frozen policy of the same family to learn from, on the student's own states."""
+
+    path: Any | None = knob(
+        None,
+        "folder of the teacher: LoRA weights for LoRA training, else a model or an export; {data_source: folder} for "
+        "several",
+        needs="algorithm.trainer_type=policy_gradient",
+    )
+    coef: float | None = knob(
+        None,
+        "beside the loss of another algorithm than opd: weight of the divergence from the teacher; null: 1",
+        least=0,
+        needs=TEACHER,
+    )
+
+
+@dataclass
 class DiffusionActorConfig:
     strategy: str = knob(
         "fsdp2", "training engine", choices=names_in("verl_omni.workers.engine.registry", "strategies")
@@ -194,6 +213,7 @@ class DiffusionActorConfig:
     ema_decay: float = knob(
         0.0, "decay of a moving average of the trained weights, used for validation; 0: none", least=0, below=1
     )
+    teacher: TeacherConfig = knob(TeacherConfig, "")
     diffusion_loss: DiffusionLossConfig = knob(DiffusionLossConfig, "")
     optim: OptimizerConfig = knob(OptimizerConfig, "")
     engine: EngineConfig = knob(EngineConfig, "")

@@ -10,7 +10,7 @@ from verl_omni.config.knob import UNSAID, moved_names, typed
 from verl_omni.utils.suggest import nearest
 
 # In these and below, keys are the business of one algorithm, reward or engine.
-OPEN = ("extra", "scorers", "reward_kwargs", "reward_weights", "engine_kwargs")
+OPEN = ("extra", "scorers", "reward_kwargs", "reward_weights", "engine_kwargs", "teacher.path")
 
 
 def is_open(key: str) -> bool:

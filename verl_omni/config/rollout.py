@@ -106,6 +106,14 @@ class DiffusionRolloutAlgoConfig:
         None, "a random window is drawn for each prompt, not for each step", needs=POLICY_GRADIENT
     )
     same_initial_noise: bool | None = knob(None, "all images of a prompt start from the same noise")
+    branches: int | None = knob(
+        None,
+        "so many images part from one state at one stochastic step, and are compared with each other alone; a prompt "
+        "has n / branches such states; null: each image goes its own way",
+        least=2,
+        most=MOST_IMAGES,
+        needs=POLICY_GRADIENT,
+    )
 
 
 @dataclass
@@ -121,6 +129,27 @@ class DiffusionValKwargs:
         needs="actor_rollout_ref.rollout.val_kwargs.noise_level",
     )
     seed: int = knob(42, "seed of the validation images", least=0, most=MOST_SEED)
+
+
+@dataclass
+class PoolConfig:
+    """Rank cheaply, train exactly: a prompt's images are the best and the worst of a pool drawn in few steps."""
+
+    size: int | None = knob(
+        None,
+        "images a prompt that are drawn first, in few steps of the ODE, and scored; the n that score best and worst "
+        "are drawn again from the same noise and trained; null: no pool",
+        least=2,
+        most=MOST_IMAGES,
+        needs="algorithm.sample_source=online",
+    )
+    num_inference_steps: int | None = knob(
+        None,
+        "denoising steps of the pool's images",
+        least=1,
+        most=MOST_DENOISING,
+        needs="actor_rollout_ref.rollout.pool.size",
+    )
 
 
 @dataclass
@@ -235,6 +264,7 @@ class DiffusionRolloutConfig:
     )
     pipeline: DiffusionPipelineConfig = knob(DiffusionPipelineConfig, "")
     algo: DiffusionRolloutAlgoConfig = knob(DiffusionRolloutAlgoConfig, "")
+    pool: PoolConfig = knob(PoolConfig, "")
     val_kwargs: DiffusionValKwargs = knob(DiffusionValKwargs, "", may_change=True)
     agent: AgentConfig = knob(AgentConfig, "")
     engine_kwargs: dict[str, Any] = knob({}, "further arguments of the rollout engine", may_change=True)

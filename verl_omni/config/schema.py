@@ -114,6 +114,26 @@ class RewardModelConfig:
 
 
 @dataclass
+class PairwiseConfig:
+    """Win rate in the group: a training image's reward is the share of comparisons with others that it wins."""
+
+    by: str | None = knob(
+        None,
+        "score (the image with the better score wins) or pair (the reward is shown two images, and says how far the "
+        "first is the better one, 0 to 1); null: rewards are scores",
+        choices=("score", "pair"),
+        needs="algorithm.sample_source=online",
+    )
+    opponents: int | None = knob(
+        None,
+        "other images of its prompt that each is compared with, drawn at random; null: all",
+        least=1,
+        most=MOST_IMAGES,
+        needs="reward.pairwise.by",
+    )
+
+
+@dataclass
 class RewardConfig:
     num_workers: int = knob(1, "processes that compute rewards", least=1, most=MOST_PROCESSES, may_change=True)
     batch_size: int = knob(
@@ -141,6 +161,7 @@ class RewardConfig:
         "the rewards to add up, [{name: ocr, weight: 1}, {name: pickscore, weight: 0.3}], or settings of those that "
         "data_source names, such as reward.scorers.ocr.num_threads=2",
     )
+    pairwise: PairwiseConfig = knob(PairwiseConfig, "")
     custom_reward_function: RewardFunctionConfig = knob(RewardFunctionConfig, "")
     reward_manager: RewardManagerConfig = knob(RewardManagerConfig, "")
     reward_model: RewardModelConfig = knob(RewardModelConfig, "")
@@ -214,6 +235,12 @@ class TrainerConfig:
     )
     max_ckpt_to_keep: int | None = knob(
         None, "older checkpoints are deleted; null: keep all", least=1, most=MOST_STEPS, may_change=True
+    )
+    keep_best: bool = knob(
+        False,
+        "save every step whose validation scores better than all before, and keep it until a better one is saved",
+        needs="trainer.save_freq",
+        may_change=True,
     )
     resume_mode: str = knob(
         "auto",

@@ -118,6 +118,7 @@ class Drawer:
                 keep_uncond=params.get("keep_uncond", False),
                 cfg_in_one_forward=self.cfg_in_one_forward,
                 wanted=lambda: not all(r.gone for r in requests),
+                branch_of=branches(requests),
             )
         self._done("denoise")
 
@@ -181,6 +182,12 @@ class Drawer:
         while len(self._prompts) > self._prompt_cache_size or self._prompt_bytes > self._prompt_cache_bytes:
             self._prompt_bytes -= nbytes(self._prompts.popitem(last=False)[1])
         return self._on_device[key]
+
+
+def branches(requests: list[Request]) -> list[int] | None:
+    """The first of those here that part from the same state as each; None where none of them part."""
+    states = [r.params.get("branch") for r in requests]
+    return None if None in states else [states.index(state) for state in states]
 
 
 def drawn_as(model_config: DiffusionModelConfig) -> dict[str, torch.Tensor]:

@@ -145,6 +145,17 @@ def step_by_adapter(
     return drawn, log_probs, means
 
 
+def parted(latents: torch.Tensor, step: int, windows: list[tuple[int, int]], branch_of: list[int]) -> torch.Tensor:
+    """Samples whose window begins at this step stand where the one stands with which they have walked."""
+    parting = [row for row, (start, _) in enumerate(windows) if start == step and branch_of[row] != row]
+    if not parting:
+        return latents
+    index = list(range(len(latents)))
+    for row in parting:
+        index[row] = branch_of[row]
+    return latents[torch.tensor(index).to(latents.device, non_blocking=True)]
+
+
 @torch.no_grad()
 def denoise(
     adapter: type[DiffusionModelBase],
@@ -159,11 +170,13 @@ def denoise(
     keep_uncond: bool = False,
     cfg_in_one_forward: bool = True,
     wanted: Callable[[], bool] = lambda: True,
+    branch_of: list[int] | None = None,
 ) -> Trajectory:
     """Walk from noise to data: stochastic inside each sample's window [start, end), the Euler ODE outside.
 
     All windows have one length, so that the stored steps stack; they may lie at different places. `wanted` is asked
-    before each step: where nobody waits for the samples any more, none is made.
+    before each step: where nobody waits for the samples any more, none is made. `branch_of` names for each sample the
+    one whose way it goes until its window begins, itself where it goes alone: up to there it costs nothing.
     """
     own_step = adapter.has_own_step()
     keep_uncond = keep_uncond and not own_step  # only it knows what it does with the halves
@@ -180,38 +193,49 @@ def denoise(
         if not wanted():
             raise RequestAborted("nobody waits for these samples any more")
         inside = [row for row, (start, end) in enumerate(windows) if start <= i < end]
+        moving = list(range(size))
+        if branch_of is not None:
+            latents = parted(latents, i, windows, branch_of)
+            moving = [row for row in moving if branch_of[row] == row or i >= windows[row][0]]
         noise_level = torch.zeros(size)
         noise_level[inside] = algo.noise_level
         # Indices that are lists would make the host wait for the device at each use.
-        rows, slots = (
+        rows, slots, among = (
             torch.tensor(index, dtype=torch.long).to(latents.device, non_blocking=True)
-            for index in (inside, [i - windows[row][0] for row in inside])
+            for index in (inside, [i - windows[row][0] for row in inside], [moving.index(row) for row in inside])
         )
-        step = t.expand(size)
         if inside:
             stored[rows, slots] = latents[rows]
             timesteps[rows, slots] = t
-        inputs, negative = transformer_inputs(adapter, module, model_config, latents, step, conditions)
+        everybody, own, theirs = latents, conditions, generators
+        if len(moving) < size:
+            chosen = torch.tensor(moving).to(latents.device, non_blocking=True)
+            latents, noise_level = latents[chosen], noise_level[moving]
+            own, theirs = {name: value[chosen] for name, value in own.items()}, [theirs[row] for row in moving]
+        step = t.expand(len(moving))
+        inputs, negative = transformer_inputs(adapter, module, model_config, latents, step, own)
         if own_step:
             latents, log_prob, mean = step_by_adapter(
-                adapter, module, scheduler, model_config, inputs, negative, latents, step, generators, noise_level
+                adapter, module, scheduler, model_config, inputs, negative, latents, step, theirs, noise_level
             )
         else:
             if negative is not None:
                 inputs, negative = halves(adapter, module, inputs, negative, cfg_in_one_forward)
                 if inside and keep_uncond:
-                    unconds[rows, slots] = negative["velocity"][rows]
+                    unconds[rows, slots] = negative["velocity"][among]
             latents, log_prob, mean, _ = scheduler.sample_previous_step(
                 sample=latents,
                 model_output=adapter.predict_velocity(module, model_config, inputs, negative),
                 timestep=step,
-                generator=generators,
+                generator=theirs,
                 noise_level=noise_level,
                 sde_type=algo.sde_type,
             )
         if inside:
-            log_probs[rows, slots] = log_prob[rows]
-            stored[rows, slots + 1] = latents[rows]
+            log_probs[rows, slots] = log_prob[among]
+            stored[rows, slots + 1] = latents[among]
             if keep_means:
-                means[rows, slots] = mean[rows]
+                means[rows, slots] = mean[among]
+        if len(moving) < size:
+            latents = everybody.index_copy(0, chosen, latents)
     return Trajectory(latents, stored, timesteps, log_probs, means, unconds)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from verl_omni.report.run import Run
+from verl_omni.utils.readable import readable
 
 SEEDS = ("trainer.seed", "data.seed", "actor_rollout_ref.rollout.seed")
 
@@ -26,6 +27,9 @@ def facts(run: Run) -> list[str]:
     failed = [sum(n for _, n in run.curve(name)) for name in run.names("val-aux/") if name.endswith("/failed")]
     if sum(failed):
         found.append(f"{sum(failed):.0f} scores of validation failed")
+    if best := run.curve("training/best_step"):
+        score = run.curve("training/best_score")[-1][1]
+        found.append(f"best validation {readable(score)} at step {best[-1][1]:.0f}, which is kept")
     return found
 
 

@@ -13,6 +13,7 @@ from verl.protocol import DataProto
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
 from verl_omni.rewards.choice import OWN, Choice, combine, read_choices, rewards_of, weighted
 from verl_omni.rewards.judge import with_judge
+from verl_omni.rewards.pairwise import Comparisons, beside
 from verl_omni.rewards.registry import LoadedOnce, get_reward_fn
 from verl_omni.rewards.reward_function import RewardError, RewardFunction
 from verl_omni.rewards.scoring import Failures, Scoring
@@ -49,6 +50,10 @@ class ImageRewardManager(RewardManagerBase):
             served = reward.get("reward_model", {}).get("model_path")
             self.choices = with_judge(self.choices, reward_router_address, served)
         self.failures = Failures(reward.get("on_failure", "drop"), int(reward.get("max_failures", 3)))
+        pairwise = reward.get("pairwise") or {}
+        self.comparisons: Comparisons | None = None
+        if pairwise.get("by"):
+            self.comparisons = Comparisons(pairwise.by, pairwise.opponents, self._answer)
         self.pools: dict[str, Any] = {}  # label -> a scorer with processes of its own
         self._scorings: dict[str, Scoring] = {}
 
@@ -67,13 +72,27 @@ class ImageRewardManager(RewardManagerBase):
             "ground_truth": (fields.get("reward_model") or {}).get("ground_truth"),
             "extra_info": dict(fields.get("extra_info") or {}) | {"prompt": fields.get("prompt", "")},
         }
+        sample["group"] = fields.get("uid") or object()  # without a group's name, each image is one
+        sample["burst"], sample["position"] = data.meta_info.get("burst"), data.meta_info.get("position")
+        if self.comparisons is not None and "compared" in fields:
+            return await self.comparisons.share(fields["uid"], fields["compared"], sample)
+        return await self._answer(sample)
+
+    async def _answer(self, sample: dict[str, Any]) -> dict[str, Any]:
+        """As `run_single`, of a sample, or of two that are compared."""
+        group, burst, place = (sample[name] for name in ("group", "burst", "position"))
+        sample = {name: value for name, value in sample.items() if name not in ("group", "burst", "position")}
         chosen = rewards_of(sample["data_source"], self.choices, self.compute_score is not None)
-        kind = (sample["data_source"], data.meta_info.get("burst"))
-        place = data.meta_info.get("position")
+        kind, together = (sample["data_source"], burst), sample
+        if "other" in sample:  # each image is in several pairs, whose places nobody has counted
+            kind, place = (sample["data_source"], group), None
+            together = sample | {"response": beside(sample["response"], sample["other"])}
+        asked = [(self._scoring(choice), kind, place) for choice in chosen]
         answers = await asyncio.gather(
-            *(self._scoring(choice).score(sample, kind, place) for choice in chosen), return_exceptions=True
+            *(scoring.score(sample if scoring.function.compares else together, *w) for scoring, *w in asked),
+            return_exceptions=True,
         )
-        failure, group = None, fields.get("uid") or object()  # without a group's name, each image is one
+        failure = None
         for choice, answer in zip(chosen, answers, strict=True):
             if isinstance(answer, RewardError):
                 self.failures.failed(choice.label, answer, (group, sample["prompt"]))

@@ -20,8 +20,8 @@ from verl_omni.utils.suggest import unknown
 from verl_omni.utils.time_limit import SECONDS, TookTooLong, time_limit
 
 # What a function may ask for by the name of its parameter: for one sample, and (plural) for a batch.
-SINGLE = ("data_source", *GIVEN, "prompt", "ground_truth", "extra_info")
-BATCHED = ("data_sources", *GIVEN_MANY, "prompts", "ground_truths", "extra_infos")
+SINGLE = ("data_source", *GIVEN, "prompt", "ground_truth", "extra_info", "other")
+BATCHED = ("data_sources", *GIVEN_MANY, "prompts", "ground_truths", "extra_infos", "others")
 SERVICES = ("reward_router_address", "reward_model_tokenizer")
 
 
@@ -52,6 +52,8 @@ class RewardFunction:
     on its kind (`verl_omni.utils.responses`). Of an image: `solution_image`, a float tensor in [0, 1], C x H x W (a
     video F x C x H x W), and `image`, the same as a PIL image (a video: a list of them). Of a sound: `audio`, a float
     tensor in [-1, 1], channels x time, and `sample_rate`. Of a text: `text`.
+    `other`, a PIL image too, is the one that an image is compared with under `reward.pairwise.by=pair`; a function that
+    does not ask for it sees both beside each other.
     """
 
     def __init__(self, function: Callable, name: str, kwargs: dict[str, Any] | None = None):
@@ -64,6 +66,7 @@ class RewardFunction:
         self.wanted = [n for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         self.required = [n for n in self.wanted if parameters[n].default is inspect.Parameter.empty]
         self.batched = any(n in BATCHED for n in self.wanted)
+        self.compares = bool({"other", "others"} & {*self.wanted})
         known = (*(BATCHED if self.batched else SINGLE), *SERVICES, *self.kwargs)
         for n in self.required:
             if n not in known:
@@ -145,7 +148,9 @@ class RewardFunction:
 
     def _told(self, sample: dict[str, Any]) -> dict[str, Any]:
         """What a function may ask for of a sample; a picture is made where somebody looks."""
-        values = {k: v for k, v in sample.items() if k != "response"}
+        values = {k: v for k, v in sample.items() if k not in ("response", "other")}
+        if self.compares:
+            values["other"] = _other(sample)
         if "response" not in sample:  # of a trial, for which it was made already
             return values
         response = sample["response"]
@@ -258,3 +263,9 @@ def _module(path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def _other(sample: dict[str, Any]) -> Any:
+    from verl_omni.utils.pictures import as_pil
+
+    return as_pil(sample["other"]) if hasattr(sample["other"], "shape") else sample["other"]

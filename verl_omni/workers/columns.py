@@ -53,6 +53,8 @@ DECLARED = {
         Column("old_log_probs", "trainer or worker", "loss", per="step"),
         Column("old_prev_sample_mean", "rollout or worker", "loss", per="step", large=True),
         Column("ref_prev_sample_mean", "worker", "loss", per="step", large=True),
+        Column("teacher_prev_sample_mean", "worker", "loss", per="step", large=True),
+        Column("teacher", "trainer", "worker", seen=False, host=True),
         Column("old_velocity", "worker", "loss", per="level", large=True),
         Column("ref_velocity", "worker", "loss", per="level", large=True),
         Column("ema_velocity", "worker", "loss", per="level", large=True),
@@ -61,6 +63,8 @@ DECLARED = {
         Column("sigma", "trainer", "replay", per="level"),
         Column("noise_seed", "trainer", "replay", per="level", seen=False, host=True),
         Column("noise", "worker", "replay", per="level", large=True),
+        Column("group", "trainer", "worker", seen=False, host=True),
+        Column("group_sums", "worker", "loss", per="level"),
         # rewards, and what becomes of them
         Column("rm_scores", "rewards", "trainer", trained=False),
         Column("sample_level_rewards", "trainer", "trainer", trained=False),

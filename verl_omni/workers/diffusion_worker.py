@@ -39,6 +39,7 @@ from verl_omni.workers import columns
 from verl_omni.workers.engine.metrics import is_maximum
 from verl_omni.workers.engine.module import quiet_loading
 from verl_omni.workers.engine.registry import REPLAYS, engine_class
+from verl_omni.workers.engine.teachers import keep_teachers, teacher_folders, teacher_name
 from verl_omni.workers.first_ratio import ROLLOUT_RATIO, ROLLOUT_RATIO_MEAN, check_first_ratio
 from verl_omni.workers.layout import ROWS
 from verl_omni.workers.losses import build_loss_function
@@ -101,6 +102,8 @@ class DiffusionWorker(Worker):
         self.flops: dict[str, float | None] = {}
         if self.loss_function.needs_reference:
             self.engine.keep_reference(self.ref_config.param_offload)
+        if self.loss_function.needs_teacher:
+            keep_teachers(self.engine, self.actor_config.teacher.path)
         if follows_old_policy(self.model_config.algorithm, self.actor_config):
             self.engine.keep_old()
         if self.actor_config.ema_decay:
@@ -232,6 +235,21 @@ class DiffusionWorker(Worker):
         self._count_flops("ref")
         return self._per_step(data, ref_prev_sample_mean=output["prev_sample_mean"])
 
+    @register(dispatch_mode=BY_ROWS)
+    @names_memory_knobs("teacher's pass")
+    def compute_teacher_means(self, data: DataProto) -> DataProto:
+        """Means of the stored steps under the teacher of each row. Every rank asks all of them: none waits for it."""
+        batch, means = self._batch(data), None
+        batch.pop("uncond_velocity", None)  # the policy's, not the teacher's
+        size, steps = self.ref_config.log_prob_micro_batch_size_per_gpu, data.batch["all_timesteps"].shape[1]
+        own = batch.pop("teacher").repeat_interleave(steps)
+        for number in range(len(teacher_folders(self.actor_config.teacher.path))):
+            with self.engine.eval_mode(), self.engine.policy(teacher_name(number)):
+                found = self.engine.infer_batch(batch, micro_batch_size=size)["model_output"]["prev_sample_mean"]
+            means = found if means is None else _where(own == number, found, means)
+        self._count_flops("teacher")
+        return self._per_step(data, teacher_prev_sample_mean=means)
+
     def _batch(self, data: DataProto) -> dict[str, torch.Tensor]:
         """What the driver sent, and the trajectories that it refers to: a row for each request that is trained on."""
         return unfolded(tensors(data), requests_a_sample(data)) | self.trajectories.batch(data)
@@ -271,6 +289,7 @@ class DiffusionWorker(Worker):
                 for i, mini in enumerate(minis):
                     first = epoch == 0 and i == 0
                     self.loss_function.on_policy, self.loss_function.compares_rollout = first and own, first
+                    self.loss_function.unmoved = first and not stale and self.anchors.get("old_velocity") == "current"
                     if stale or not first or (old is not None and old.source == "recompute"):
                         mini.pop("uncond_velocity", None)  # the weights have moved, or old ones are without it
                     check = self._check_first_ratio if first and not stale else None
@@ -387,6 +406,12 @@ class DiffusionWorker(Worker):
         group = getattr(self, "_group", None)
         if group is not None and dist.is_initialized() and dist.group.WORLD is group:
             dist.destroy_process_group()
+
+
+def _where(
+    chosen: torch.Tensor, one: torch.Tensor | columns.Ragged, other: torch.Tensor | columns.Ragged
+) -> torch.Tensor | columns.Ragged:
+    return columns.as_they_are([(one if mine else other)[row] for row, mine in enumerate(chosen.tolist())])
 
 
 def freeze_heap() -> None:

@@ -17,10 +17,22 @@ class LossFunction:
         self.loss_fn = get_diffusion_loss_fn(self.name)
         self.on_policy = False
         self.compares_rollout = False
+        self.unmoved = False  # the weights are those whose velocities the batch has as the old ones
 
     @property
     def needs_reference(self) -> bool:
         return self.config.use_kl_loss or any(k.startswith("ref_") for k in self.loss_fn.data_keys(self.config))
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.config.teacher.path is not None
+
+    @property
+    def by_group(self) -> bool:
+        return self.loss_fn.by_group
+
+    def group_terms(self, model_output: dict[str, torch.Tensor], data: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.loss_fn.group_terms(config=self.config, model_output=model_output, data=data)
 
     def __call__(self, model_output: dict[str, torch.Tensor], data: dict[str, torch.Tensor]):
         compared = compare_with_rollout(model_output, data) if self.compares_rollout else {}
@@ -44,6 +56,18 @@ class LossFunction:
             )
             result.loss = result.loss + self.config.kl_loss_coef * kl
             result.metrics = {**result.metrics, **metrics, "kl_loss": kl.detach()}
+        if "teacher_prev_sample_mean" in data and "teacher_kl" not in result.metrics:
+            from verl_omni.algorithms.opd import OPDLoss
+
+            distance, metrics = OPDLoss.compute_loss(
+                prev_sample_mean=model_output["prev_sample_mean"],
+                teacher_prev_sample_mean=data["teacher_prev_sample_mean"],
+                std_dev_t=model_output["std_dev_t"],
+                sqrt_dt=data["sqrt_dt"],
+            )
+            coef = self.config.teacher.coef
+            result.loss = result.loss + (1.0 if coef is None else coef) * distance
+            result.metrics = {**result.metrics, **metrics}
         return result
 
 

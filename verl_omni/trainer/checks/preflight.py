@@ -220,7 +220,7 @@ def check_rewards(config: DictConfig) -> None:
     from verl_omni.rewards.judge import with_judge
     from verl_omni.rewards.reward_loop import load_custom_reward_function
     from verl_omni.trainer.checks.reward_trial import made_kind
-    from verl_omni.utils.responses import KINDS
+    from verl_omni.utils.responses import KINDS, PICTURE
 
     check_reward_manager(config)
     scorers = config.reward.scorers
@@ -248,6 +248,13 @@ def check_rewards(config: DictConfig) -> None:
     own = function is not None
     if own:
         function.check_takes(kind)
+    if config.reward.pairwise.by == "pair" and kind.given is not PICTURE:
+        raise ValueError(f"reward.pairwise.by=pair compares pictures, and the model makes {kind.name}: use by=score")
+    if own and function.compares and config.reward.pairwise.by != "pair":
+        raise ValueError(
+            f"reward function {function.name} compares two images (`other`): set reward.pairwise.by=pair, or take that "
+            "parameter out"
+        )
     added_up = weighted(choices)
     named = any(choice.name == OWN for choice in choices.values())
     if named and not own:

@@ -35,10 +35,11 @@ from verl_omni.pipelines.schedulers.windows import check_window
 from verl_omni.pipelines.settings import check_size, check_steps
 from verl_omni.rewards.choice import read_choices, weighted
 from verl_omni.trainer.checks.correction import check_correction_fits, fill_correction
-from verl_omni.trainer.checks.filtering import check_filter
+from verl_omni.trainer.checks.groups import check_branches, check_filter, check_pairwise, check_pool
 from verl_omni.trainer.checks.hub_names import pinned_names, with_names
 from verl_omni.trainer.checks.preference import check_trainer_fits
 from verl_omni.trainer.checks.rollout_engine import check_checkpoint_engine, check_http, check_rollout_engine
+from verl_omni.trainer.checks.teacher import check_teacher
 from verl_omni.trainer.checks.workers import check_workers
 from verl_omni.utils.external_lib import import_external_lib
 from verl_omni.utils.hub import copied
@@ -83,6 +84,9 @@ def _fill(settings: DiffusionTrainerConfig) -> DiffusionTrainerConfig:
     check_model_folder(arr.model, weights=copied(arr.model.path) is None)
     algorithm = get_algorithm(arr.model.algorithm)
     algo, loss = resolve_algorithm_defaults(arr.model.algorithm, arr.rollout.algo, arr.actor.diffusion_loss)
+    if algo.branches:  # one stochastic step each, at a place of its own
+        alone = {"sde_window_size": 1, "sde_window_per_group": True}
+        algo = fill_nulls(algo, alone, "branches")
     arr.rollout.algo = arr.model.algo = algo
     arr.actor.diffusion_loss = loss
     adapter = DiffusionModelBase.get_class(arr.model)
@@ -146,7 +150,12 @@ def _check(settings: DiffusionTrainerConfig) -> None:
     check_http(settings)
     check_correction_fits(settings)
     check_filter(settings)
+    check_branches(settings)
+    check_pairwise(settings)
+    check_pool(settings)
+    check_teacher(settings)
     _check_numbers(settings)
+    _check_best(settings)
     check_workers(settings)
 
 
@@ -274,6 +283,16 @@ def _check_reads(where: str, pipeline: DiffusionPipelineConfig, adapter: type[Di
         if name not in read and value not in (None, default):
             others = f": it has {', '.join(sorted(read))}" if read else ""
             raise ValueError(f"{where}.{name}={value} has no effect on {model.architecture}{others}; leave it out")
+
+
+def _check_best(settings: DiffusionTrainerConfig) -> None:
+    """A validation says which checkpoint is the best."""
+    trainer = settings.trainer
+    if trainer.keep_best and (settings.data.val_files is None or not trainer.test_freq):
+        raise ValueError(
+            "trainer.keep_best=true compares validations, and this run has none: set data.val_files and a "
+            "trainer.test_freq other than 0, or leave it out"
+        )
 
 
 def _check_numbers(settings: DiffusionTrainerConfig) -> None:

@@ -78,11 +78,13 @@ def made_kind(config: DictConfig) -> str:
 
 def unmade(config: DictConfig, row: dict[str, Any], kind: str, function: RewardFunction) -> dict[str, Any]:
     """What the function would be told of a sample of this prompt that no model has made: grey, silent or empty."""
-    return nothing(config, kind, function) | {
+    shown = nothing(config, kind, function)
+    return shown | {
         "data_source": row["data_source"],
         "prompt": row["prompt"],
         "ground_truth": row["reward_model"].get("ground_truth"),
         "extra_info": row["extra_info"] | {"prompt": row["prompt"]},
+        "other": next(iter(shown.values())),
     }
 
 

@@ -89,6 +89,7 @@ class Validation(Callback):
             self.settle()
         with timer(step.timing, "testing"):
             step.metrics |= self.validate()
+        step.metrics |= self.checkpoints.validated(step.metrics)
         self.checkpoints.whole.validation_due = False
 
 

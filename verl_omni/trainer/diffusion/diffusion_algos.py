@@ -16,27 +16,37 @@ from verl_omni.algorithms import (
 )
 from verl_omni.algorithms.advantages import compute_flow_grpo_outcome_advantage, compute_gdpo_outcome_advantage
 from verl_omni.algorithms.awm import AWMLoss
+from verl_omni.algorithms.crd import CRDLoss
+from verl_omni.algorithms.dgpo import DGPOLoss
 from verl_omni.algorithms.diffusion_nft import DiffusionNFTLoss
 from verl_omni.algorithms.dpo import DPOLoss
+from verl_omni.algorithms.flash_grpo import FlashGRPOLoss
 from verl_omni.algorithms.flow_dppo import FlowDPPOLoss
 from verl_omni.algorithms.flow_grpo import FlowGRPOLoss
 from verl_omni.algorithms.grpo_guard import GRPOGuardLoss
 from verl_omni.algorithms.kl import KLLoss
 from verl_omni.algorithms.old_policy import OLD_POLICY_DECAY_SCHEDULES, old_policy_decay
+from verl_omni.algorithms.opd import OPDLoss
+from verl_omni.algorithms.tempflow_grpo import TempFlowGRPOLoss
 
 __all__ = [
     "AWMLoss",
     "Algorithm",
+    "CRDLoss",
+    "DGPOLoss",
     "DPOLoss",
     "DiffusionAdvantageEstimator",
     "DiffusionLossFn",
     "DiffusionLossResult",
     "DiffusionNFTLoss",
+    "FlashGRPOLoss",
     "FlowDPPOLoss",
     "FlowGRPOLoss",
     "GRPOGuardLoss",
     "KLLoss",
     "OLD_POLICY_DECAY_SCHEDULES",
+    "OPDLoss",
+    "TempFlowGRPOLoss",
     "compute_flow_grpo_outcome_advantage",
     "compute_gdpo_outcome_advantage",
     "estimate_advantages",

@@ -8,7 +8,7 @@ import torch
 from verl.protocol import DataProto
 
 # Stages whose time grows with the number of images.
-COMPUTE_STAGES = ("gen", "reward", "ref", "old_log_prob", "adv", "update_actor")
+COMPUTE_STAGES = ("gen", "reward", "ref", "teacher", "old_log_prob", "adv", "update_actor")
 
 
 def compute_data_metrics_diffusion(batch: DataProto) -> dict[str, Any]:

@@ -80,6 +80,9 @@ def where_things_are(run_dir: Path, step: int, report: Path | None) -> str:
     if checkpoint is not None:  # none with trainer.save_freq=0
         export = checkpoint / "export"
         found.append(f"weights in {export}" if export.is_dir() else f"checkpoint in {checkpoint}, no export")
+    best, score = checkpointing.read_best(run_dir)
+    if best is not None and best != step:
+        found.append(f"the best validation ({score:.4g}) was that of global_step_{best}")
     if report is not None:
         found.append(f"report in {report}")
     return ", ".join([f"Done: all of the run is in {run_dir}", *found])

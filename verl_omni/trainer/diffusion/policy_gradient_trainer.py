@@ -18,7 +18,10 @@ from verl_omni.trainer.diffusion.gaps import with_gaps
 from verl_omni.trainer.diffusion.ordering import minibatch_order, train_steps
 from verl_omni.trainer.progress import timer
 from verl_omni.utils.arrays import object_array
+from verl_omni.utils.seeds import derive_seeds
+from verl_omni.utils.suggest import unknown
 from verl_omni.workers import columns
+from verl_omni.workers.engine.teachers import teacher_folders
 from verl_omni.workers.rollout.trajectories import COLUMN
 
 
@@ -45,6 +48,9 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
             with timer(timing, "ref"):
                 experience.batch = batch.union(self.actor_wg.compute_ref_log_prob(self._for_training(batch)))
         batch = experience.scored(timing)
+        if self.loss_function.needs_teacher:
+            with timer(timing, "teacher"):
+                batch = self._taught(batch)
         whole = batch
         scored, batch = scored_part(whole, self.global_step + 1)
         kept = scored[:, None].expand(whole.batch["all_timesteps"].shape).clone()
@@ -72,6 +78,18 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
             stale = experience.version != self.global_step
             updated = self._update_actor(self._for_training(trained, keys), minis, stale)
         return batch, updated | metrics
+
+    def _taught(self, batch: DataProto) -> DataProto:
+        """With the means of each row's teacher, that of its data_source."""
+        teachers = list(teacher_folders(self.settings.actor_rollout_ref.actor.teacher.path))
+        sources = [None if None in teachers else source for source in batch.non_tensor_batch["data_source"]]
+        for source in sources:
+            if source not in teachers:
+                raise ValueError(unknown("data_source in actor_rollout_ref.actor.teacher.path", source, teachers))
+        batch.batch["teacher"] = torch.tensor([teachers.index(source) for source in sources])
+        found = self.actor_wg.compute_teacher_means(self._for_training(batch))
+        batch.batch.pop("teacher")
+        return batch.union(found)
 
     def _correct(
         self, whole: DataProto, batch: DataProto, scored: torch.Tensor, kept: torch.Tensor
@@ -102,11 +120,23 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
         }
         batch = self._training_requests(prompts, keep, step, groups)
         steps = DiffusionModelBase.get_class(model).num_steps(model)
-        windows = [sde_window(rollout.algo, steps, step, rollout.seed, group) for group in groups]
-        batch.non_tensor_batch["sde_window"] = object_array(
-            [(w.start, w.stop) for w in windows for _ in range(rollout.n)]
-        )
+        size = rollout.algo.branches or rollout.n
+        states = [group * (rollout.n // size) + i for group in groups for i in range(rollout.n // size)]
+        windows = [sde_window(rollout.algo, steps, step, rollout.seed, state) for state in states]
+        batch.non_tensor_batch["sde_window"] = object_array([(w.start, w.stop) for w in windows for _ in range(size)])
+        if rollout.algo.branches:
+            self._branch(batch, step, states, size)
         return batch
+
+    def _branch(self, batch: DataProto, step: int, states: Sequence[int], size: int) -> None:
+        """Each `size` samples walk together to their window, from one noise, and are compared with each other alone."""
+        rollout, columns_of = self.settings.actor_rollout_ref.rollout, batch.non_tensor_batch
+        each = rollout.n // size
+        names = [f"{uid}/{i // size % each}" for i, uid in enumerate(columns_of["uid"])]
+        columns_of["uid"] = columns_of["branch"] = object_array(names)
+        if not rollout.algo.same_initial_noise:
+            starts = derive_seeds(rollout.seed, "state of branches", step, count=max(states) + 1)
+            columns_of["init_seed"] = object_array([starts[state] for state in states for _ in range(size)])
 
     def experience(
         self, names: tuple[str, ...], version: int, step: int, output: DataProto, scores: Callable[[], DataProto]

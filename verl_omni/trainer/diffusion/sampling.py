@@ -15,6 +15,7 @@ from verl_omni.trainer.diffusion.experience import Experience, new_experience, p
 from verl_omni.trainer.diffusion.filter_groups import GroupFilter, start_filtered
 from verl_omni.trainer.diffusion.group_queue import Group
 from verl_omni.trainer.diffusion.pace import DrawnGroup
+from verl_omni.trainer.diffusion.pool import chosen_seeds
 from verl_omni.trainer.diffusion.rollouts import Weights
 from verl_omni.trainer.diffusion.validation import training_folder, validation_metrics, write_samples
 from verl_omni.trainer.run_folder.saving import is_due
@@ -38,10 +39,27 @@ class Sampling:
         """Begin to draw samples for the training step after `step` others; what comes back waits for them."""
         if self.group_filter is not None:
             return start_filtered(self, prompts, step)
-        batch = self.requests(prompts, step, range(len(prompts)), learns=step == self.global_step)
+        batch, metrics = self._exact_requests(prompts, step, range(len(prompts)), step == self.global_step)
         names = self._place(batch, self._ranks(len(batch), step))
         drawn, version = self._draw(batch, self.algorithm.rollout_policy), self.global_step
-        return lambda: self.experience(names, version, step, *drawn())
+
+        def wait() -> Experience:
+            experience = self.experience(names, version, step, *drawn())
+            experience.metrics = metrics
+            return experience
+
+        return wait
+
+    def _exact_requests(
+        self, prompts: DataProto, step: int, groups: Sequence[int], learns: bool
+    ) -> tuple[DataProto, dict[str, float]]:
+        """`requests`, and metrics. Where there is a pool, it is drawn now and says which seeds are worth it."""
+        if self.settings.actor_rollout_ref.rollout.pool.size is None:
+            return self.requests(prompts, step, groups, learns), {}
+        seeds, metrics = chosen_seeds(self, prompts, step, groups)
+        batch = self.requests(prompts, step, groups, learns)
+        batch.non_tensor_batch["seed"] = object_array([seed for own in seeds for seed in own])
+        return batch, metrics
 
     def start_groups(
         self,
@@ -172,6 +190,7 @@ class Sampling:
         own = [seeds[group * n + i] for group in groups for i in range(n)]
         batch = self._rollout_batch(prompts, n, own, sampling, step, groups)
         batch.meta_info["scores_only"] = True  # nobody looks at the pixels: the model learns from latents
+        batch.meta_info["compares"] = self.settings.reward.pairwise.by is not None
         keep_to = [self._keep_to(step, group) for group in groups for _ in range(n)]
         batch.non_tensor_batch["keep_to"] = object_array(keep_to)
         if rollout.algo.same_initial_noise:

@@ -10,6 +10,7 @@ past to `earlier_N`.
 
 import errno
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -25,12 +26,13 @@ from verl_omni.utils.regular_files import open_regular
 STEP = re.compile(r"global_step_(\d+)")
 LATEST = "latest_checkpointed_iteration.txt"
 TRAINER = "trainer.json"  # in a checkpoint: where in the data the run is
+BEST = "best_checkpointed_iteration.txt"  # the step with the best validation, and its score
 IN_BETWEEN = "in_between.txt"  # in a checkpoint that no trainer.save_freq asked for
 MODES = ("auto", "auto_previous", "disable", "resume_path")
 # What else in a run's folder tells of the run, and moves with its checkpoints.
 RECORDS = (
     *("config*.yaml", "metrics.jsonl", "order.jsonl", "timeline.jsonl", "notices.jsonl", "starts.jsonl"),
-    *("validation", "training", "report.html"),
+    *("validation", "training", "report.html", BEST),
 )
 
 
@@ -52,10 +54,12 @@ def _steps(folder: str | Path) -> dict[int, Path]:
 
 
 @contextmanager
-def publish(folder: str | Path, step: int, run: dict[str, Any], keep: int | None = None) -> Iterator[Path]:
+def publish(
+    folder: str | Path, step: int, run: dict[str, Any], keep: int | None = None, best: float | None = None
+) -> Iterator[Path]:
     """Write into the folder that this yields; it gets its name only if the block ends without an error.
 
-    `run` says what wrote it, for a later start to compare itself with.
+    `run` says what wrote it, for a later start to compare itself with. `best` is its score where it is the best.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,10 +80,33 @@ def publish(folder: str | Path, step: int, run: dict[str, Any], keep: int | None
         remove(final)
     writing.rename(final)
     _set_latest(folder, step)
+    if best is not None:
+        _write(folder / BEST, f"{step}\n{best!r}\n")
     if keep is not None:  # of those that were asked for; one in between is replaced by the next
         asked_for = [path for path in whole_checkpoints(folder).values() if not (path / IN_BETWEEN).exists()]
         for old in asked_for[:-keep]:
-            remove(old)
+            if old.name != f"global_step_{best_step(folder)}":
+                remove(old)
+
+
+def best_step(folder: Path) -> int | None:
+    """The step whose checkpoint `trainer.keep_best` keeps; None where there is none."""
+    step, _ = read_best(folder)
+    return step
+
+
+def read_best(folder: str | Path) -> tuple[int | None, float]:
+    """(the step with the best validation, its score); (None, -infinity) where none is kept."""
+    try:
+        with open_regular(Path(folder) / BEST) as file:
+            step, score = file.read(1000).decode("ascii", errors="replace").split()
+        return int(step), float(score)
+    except FileNotFoundError:
+        return None, -math.inf
+    except ValueError:
+        raise CheckpointError(
+            f"{Path(folder) / BEST} names no step and score: delete it, or write both into it"
+        ) from None
 
 
 def write_data_state(checkpoint: Path, state: dict[str, Any], validation_due: bool = False) -> None:
@@ -133,11 +160,16 @@ def _is_full(error: BaseException | None) -> bool:
 
 
 def _set_latest(folder: Path, step: int) -> None:
-    latest, source = folder / f".{LATEST}", folder / f"global_step_{step}"
-    latest.write_text(f"{step}\n{manifest.digest(source)}\n" if step else "0\n")
-    manifest.flush(latest)
-    latest.replace(folder / LATEST)
-    manifest.flush(folder)
+    _write(folder / LATEST, f"{step}\n{manifest.digest(folder / f'global_step_{step}')}\n" if step else "0\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """As a whole or not at all."""
+    writing = path.with_name(f".{path.name}")
+    writing.write_text(text)
+    manifest.flush(writing)
+    writing.replace(path)
+    manifest.flush(path.parent)
 
 
 def remove(checkpoint: Path) -> None:
@@ -171,6 +203,8 @@ def begin(folder: str | Path, source: Path | None) -> None:
     _set_latest(folder, step)  # first: from now on nobody takes the others for this run's
     for path in moved:
         path.rename(earlier / path.name)
+    if (best_step(folder) or 0) > step:
+        (folder / BEST).rename(earlier / BEST) if moved else (folder / BEST).unlink()
 
 
 # ---- finding -----------------------------------------------------------------------------------------

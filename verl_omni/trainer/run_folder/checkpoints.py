@@ -1,5 +1,6 @@
 """The checkpoints of one run: written from its workers, and the one that it goes on from read into them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,18 @@ class Checkpoints:
         self.whole: WholeStep | None = None
         self.trained_groups: dict[str, Any] | None = None  # of steps that are not trained as a whole
 
+    def validated(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The last whole step was; what `trainer.keep_best` tells of it."""
+        return self.saving.see(self.whole.step, metrics, self.folder)
+
     def save(self, workers: Any, last: bool = False) -> Path:
         """The last whole step."""
         whole = self.whole
         self.saving.begins(whole.step)
         checkpointing.check_room(self.folder, workers.checkpoint_bytes()[0])
         keep = self.config.trainer.max_ckpt_to_keep
-        with checkpointing.publish(self.folder, whole.step, self.record, keep) as folder:
+        best = self.saving.best_score(whole.step)
+        with checkpointing.publish(self.folder, whole.step, self.record, keep, best) as folder:
             workers.save_checkpoint(str(folder), whole.step)
             checkpointing.write_data_state(folder, whole.data, whole.validation_due)
             if not self.saving.is_asked_for(whole.step, last):

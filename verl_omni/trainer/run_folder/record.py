@@ -23,6 +23,7 @@ NOT_COMPARED = (f"{ARR}model.pipeline", f"{ARR}model.algo", f"{ARR}model.revisio
 # Files and folders: what counts is what is in them, not where they lie.
 CONTENT = (
     *(f"{ARR}model.{name}" for name in ("path", "lora_path", "config_path", "tokenizer_path")),
+    f"{ARR}actor.teacher.path",
     *("data.train_files", "reward.custom_reward_function.path", "reward.reward_manager.module.path"),
 )
 # A file counts whole up to this size, a larger one with its size and pieces from all over it.
@@ -69,10 +70,11 @@ def _place(name: str, given: Any, config: DictConfig) -> str | list[str] | None:
     return given
 
 
-def digest(paths: str | list[str] | None) -> str | None:
+def digest(paths: str | list[str] | dict[str, str] | None) -> str | None:
     """Of the files at these places, folders with all they hold; None where there is nothing."""
     if paths is None:
         return None
+    paths = list(paths.values()) if isinstance(paths, dict) else paths
     result = hashlib.sha256()
     for root in map(Path, [paths] if isinstance(paths, str) else paths):
         root = root.expanduser()

@@ -43,7 +43,7 @@ def export(engine: HasWeights, folder: str) -> None:
     dist.barrier()
 
 
-def _lora_folder(folder: str, parts: dict[str, torch.nn.Module], name: str) -> str:
+def lora_folder(folder: str, parts: dict[str, torch.nn.Module], name: str) -> str:
     """diffusers reads one LoRA file for one transformer: the first part's lies in `folder`, another's below it.
 
     `pipe.load_lora_weights(f"{folder}/transformer_2", load_into_transformer_2=True)` loads Wan2.2's second.
@@ -56,7 +56,7 @@ def _write_lora(engine: HasWeights, states: dict[str, dict[str, torch.Tensor]], 
         # peft puts the adapter's name into the key; diffusers' files do not have it. Buffers are the base model's.
         lora = {k.replace(".default.", "."): v.contiguous() for k, v in state.items() if ".lora_" in k}
         told = engine.parts[name].peft_config["default"].to_dict()
-        target = _lora_folder(folder, engine.parts, name)
+        target = lora_folder(folder, engine.parts, name)
         pipeline_class(engine.model_config.architecture).save_lora_weights(
             target,
             transformer_lora_layers=lora,
@@ -90,19 +90,26 @@ def _write_full(engine: HasWeights, states: dict[str, dict[str, torch.Tensor]], 
         save_file(tensors, os.path.join(target, "diffusion_pytorch_model.safetensors"), metadata={"format": "pt"})
 
 
+def read_lora(
+    model_config: DiffusionModelConfig, root: str, parts: dict[str, torch.nn.Module], name: str
+) -> dict[str, torch.Tensor]:
+    """The LoRA weights of one part, in diffusers' format, under the part's own names."""
+    folder = lora_folder(root, parts, name)
+    named = os.path.isfile(os.path.join(folder, LORA_FILE))  # diffusers looks for no name when it is offline
+    state = pipeline_class(model_config.architecture).lora_state_dict(
+        folder, use_safetensors=True, **({"weight_name": LORA_FILE} if named else {})
+    )
+    state = state[0] if isinstance(state, tuple) else state
+    return {k.removeprefix("transformer."): v for k, v in state.items() if k.startswith("transformer.")}
+
+
 def load_lora(model_config: DiffusionModelConfig, parts: dict[str, torch.nn.Module]) -> None:
     """Start from LoRA weights in diffusers' format; every tensor must find its place."""
     from peft import set_peft_model_state_dict
 
     root = os.path.expanduser(model_config.lora_path)
     for name, part in parts.items():
-        folder = _lora_folder(root, parts, name)
-        named = os.path.isfile(os.path.join(folder, LORA_FILE))  # diffusers looks for no name when it is offline
-        state = pipeline_class(model_config.architecture).lora_state_dict(
-            folder, use_safetensors=True, **({"weight_name": LORA_FILE} if named else {})
-        )
-        state = state[0] if isinstance(state, tuple) else state
-        mine = {k.removeprefix("transformer."): v for k, v in state.items() if k.startswith("transformer.")}
+        mine = read_lora(model_config, root, parts, name)
         result = set_peft_model_state_dict(part, mine)
         if not mine or result.unexpected_keys:
             raise ValueError(

@@ -13,6 +13,16 @@ from verl.utils.device import get_torch_device
 from verl_omni.workers.host_memory import host_copy, local
 
 
+def shard_like(whole: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """This rank's share of a tensor, as the parameter is cut."""
+    if not hasattr(parameter, "device_mesh"):
+        return whole.to(parameter.device)
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = parameter.device_mesh
+    return distribute_tensor(whole.to(mesh.device_type), mesh, parameter.placements).to_local()
+
+
 def policy_at(name: str, version: int) -> str:
     """A policy as it was after so many training steps."""
     return f"{name} after {version}"
@@ -45,6 +55,13 @@ class Policies:
         self.copies[name] = self._copy(offload)
         if fixed:
             self.fixed.add(name)
+
+    @torch.no_grad()
+    def keep_frozen(self, name: str, weights: dict[str, torch.Tensor]) -> None:
+        """Remember these weights, whole tensors, under this name, laid out as the trained ones are."""
+        copied = host_copy if self.offload else torch.clone
+        self.copies[name] = {k: copied(shard_like(weights[k], p)) for k, p in self.parameters.items()}
+        self.fixed.add(name)
 
     def remember(self, name: str, most: int) -> None:
         """The weights as they are now draw samples that will be learned from later; `most` such policies are kept."""

@@ -1,0 +1,144 @@
+"""`reward.pairwise`: the share of comparisons with others of its prompt that an image wins."""
+
+import asyncio
+import math
+
+import pytest
+import torch
+from e2e_runs import metrics, run_here, settings
+from verl.protocol import DataProto
+
+from verl_omni.agent_loop.manager import assign
+from verl_omni.rewards.pairwise import Comparisons, beside, pairs
+from verl_omni.rewards.reward_function import RewardError
+from verl_omni.utils.arrays import object_array
+
+NAN = math.nan
+
+
+def shares(by: str, values: list[float], ask, opponents=None, order=None) -> list[dict]:
+    """Of images that are but numbers, which come in the given order."""
+
+    async def run() -> list[dict]:
+        comparisons = Comparisons(by, opponents, ask)
+        places = order or range(len(values))
+        calls = {i: comparisons.share("g", (i, len(values)), {"response": values[i]}) for i in places}
+        found = dict(zip(calls, await asyncio.gather(*calls.values()), strict=True))
+        return [found[i] for i in range(len(values))]
+
+    return asyncio.run(run())
+
+
+async def score_of(sample: dict) -> dict:
+    value = sample["response"]
+    failure = {"reward_failure": "it broke"} if math.isnan(value) else {}
+    return {"reward_score": value, "reward_extra_info": {"told": value}, **failure}
+
+
+async def better_of(sample: dict) -> dict:
+    one, other = sample["response"], sample["other"]
+    if one + other == 7:
+        return {"reward_score": NAN, "reward_extra_info": {}, "reward_failure": "cannot tell"}
+    return {"reward_score": 0.5 if one == other else float(one > other), "reward_extra_info": {}}
+
+
+@pytest.mark.parametrize("order", [None, [3, 0, 2, 1]])
+@pytest.mark.parametrize(("by", "ask"), [("score", score_of), ("pair", better_of)])
+def test_all_pairs(by, ask, order):
+    found = shares(by, [0.1, 0.9, 0.5, 0.5], ask, order=order)
+    assert [answer["reward_score"] for answer in found] == pytest.approx([0, 1, 0.5, 0.5])
+    assert [answer["reward_extra_info"]["comparisons"] for answer in found] == [3] * 4
+    if by == "score":
+        assert found[1]["reward_extra_info"]["score_alone"] == found[1]["reward_extra_info"]["told"] == 0.9
+
+
+def test_rates_of_a_group_are_one_half_on_average():
+    found = shares("pair", [0.3, 0.2, 0.8, 0.6, 0.1], better_of)
+    assert sum(answer["reward_score"] for answer in found) / 5 == pytest.approx(0.5)
+
+
+def test_an_image_without_a_score_leaves_its_group():
+    found = shares("score", [0.1, NAN, 0.5], score_of)
+    assert [found[0]["reward_score"], found[2]["reward_score"]] == [0, 1] and found[1]["reward_failure"] == "it broke"
+    alone = shares("score", [NAN, 0.5, NAN], score_of)
+    assert all(math.isnan(answer["reward_score"]) and answer["reward_failure"] for answer in alone)
+
+
+def test_a_comparison_that_fails_is_none():
+    """3 and 4 cannot be told apart: each has one comparison less. Where none is left there is no score, never a 0."""
+    found = shares("pair", [3.0, 4.0, 1.0], better_of)
+    assert [answer["reward_score"] for answer in found] == [1, 1, 0]
+    assert [answer["reward_extra_info"]["comparisons"] for answer in found] == [1, 1, 2]
+    none = shares("pair", [3.0, 4.0], better_of)
+    assert all(math.isnan(answer["reward_score"]) and answer["reward_failure"] == "cannot tell" for answer in none)
+
+
+def test_an_answer_that_is_no_share_ends_the_run():
+    async def ten(sample: dict) -> dict:
+        return {"reward_score": 10.0, "reward_extra_info": {}}
+
+    with pytest.raises(RewardError, match="the reward said 10 of two images; expected 1 where the first is the better"):
+        shares("pair", [0.0, 1.0], ten)
+
+
+@pytest.mark.parametrize("opponents", [1, 3, None])
+def test_who_is_compared_with_whom_depends_on_the_group_alone(opponents):
+    found = pairs(range(8), opponents, "3-1")
+    assert found == pairs(range(8), opponents, "3-1") != pairs(range(8), opponents, "3-2")
+    assert len({tuple(sorted(pair)) for pair in found}) == len(found)  # each two once
+    met = [sum(i in pair for pair in found) for i in range(8)]
+    assert min(met) >= (opponents or 7) and (opponents is not None or len(found) == 28)
+    assert 0 < sum(i < j for i, j in found) < len(found)  # nobody is always first
+
+
+def test_two_images_as_one_picture():
+    one, other = torch.zeros(3, 4, 5), torch.full((3, 4, 5), 0.5)
+    both = beside(one, other)
+    assert both.shape == (3, 4, 18) and torch.equal(both[..., :5], one) and torch.equal(both[..., 13:], other)
+
+
+def test_a_group_meets_in_one_process():
+    rows = {"uid": object_array(list("aabbcc")), "data_source": object_array(["x"] * 6)}
+    batch = DataProto.from_dict({"x": torch.zeros(6)}, rows, meta_info={"compares": True})
+    assign(batch, 1, 2, 4)
+    assert list(batch.non_tensor_batch["reward_worker"]) == [0, 0, 1, 1, 0, 0]
+    assert list(batch.non_tensor_batch["compared"]) == [(0, 2), (1, 2)] * 3
+
+
+BRIGHT = "sum(image.convert('L').resize((2, 2)).getdata())"
+SCORE = f"def compute_score(image):\n    return {BRIGHT}\n"
+PAIR = f"""
+def bright(image):
+    return {BRIGHT}
+
+def compute_score(image, other, prompt):
+    assert prompt and image.size == other.size == (32, 32)
+    return 0.5 if bright(image) == bright(other) else float(bright(image) > bright(other))
+"""
+BESIDE = f"""
+def compute_score(image):
+    assert image.size == (72, 32)
+    left, right = ({BRIGHT.replace("image.", "image.crop(box).")} for box in ((0, 0, 32, 32), (40, 0, 72, 32)))
+    return 0.5 if left == right else float(left > right)
+"""
+
+
+def test_in_a_run_all_ways_give_the_same_rates(tmp_path, monkeypatch, process_group):
+    """The same judgement as a score, as a comparison, and of a picture with both: the same numbers, bit for bit."""
+    told = {}
+    for name, by, reward in (("score", "score", SCORE), ("pair", "pair", PAIR), ("beside", "pair", BESIDE)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "reward.py").write_text(reward)
+        arguments = settings(
+            folder / "run", "reward.custom_reward_function.path=reward.py", f"reward.pairwise.by={by}",
+            "data.val_files=null", "trainer.total_training_steps=1", "trainer.save_freq=0",
+            "actor_rollout_ref.rollout.pipeline.num_inference_steps=2",
+        )  # fmt: skip
+        run_here(arguments, folder, monkeypatch)
+        told[name] = metrics(folder / "run")[1]
+    assert told["pair"] == told["beside"]
+    same = [key for key in told["pair"] if not key.startswith("reward/")]
+    assert {k: told["score"][k] for k in same} == {k: told["pair"][k] for k in same}
+    assert told["pair"]["critic/rewards/mean"] == pytest.approx(0.5) and told["pair"]["critic/rewards/std_mean"] > 0
+    assert told["pair"]["actor/grad_norm"] > 0

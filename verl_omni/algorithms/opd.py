@@ -1,0 +1,55 @@
+"""On-policy distillation: the student's own states, and what a frozen teacher of the same family would do there.
+
+The loss is the KL divergence between the two Gaussian steps, of student and teacher, on every stochastic step that the
+student took. No reward is in it; rewards are still computed, and shown. `actor.teacher.path` names the teacher, or one
+for each data_source. Beside the loss of another policy-gradient algorithm the same distance is added with the weight
+`actor.teacher.coef`.
+"""
+
+from typing import Any
+
+import torch
+
+from verl_omni.algorithms.base import DiffusionLossFn, DiffusionLossResult, per_row, row_mean
+from verl_omni.algorithms.registry import Algorithm, register_algorithm, register_diffusion_loss
+
+register_algorithm(
+    Algorithm(
+        name="opd",
+        loss="opd",
+        description="On-policy distillation: the student's own steps towards a frozen teacher's",
+    )
+)
+
+
+@register_diffusion_loss("opd")
+class OPDLoss(DiffusionLossFn):
+    """KL divergence from the teacher's reverse steps."""
+
+    required_model_output_keys = ("prev_sample_mean", "std_dev_t")
+    required_data_keys = ("teacher_prev_sample_mean", "sqrt_dt")
+    defaults = {}
+
+    @classmethod
+    def compute_loss(
+        cls,
+        *,
+        prev_sample_mean: torch.Tensor,
+        teacher_prev_sample_mean: torch.Tensor,
+        std_dev_t: torch.Tensor,
+        sqrt_dt: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """``mean(mean((μ - μ_T)²)/(2s²·(-dt)))``. Means are (B, ...), std_dev_t (B, 1, ...), sqrt_dt (B,) or scalar."""
+        squared = row_mean((prev_sample_mean - teacher_prev_sample_mean.detach()) ** 2)
+        std = per_row(std_dev_t, len(squared)) * per_row(sqrt_dt, len(squared))
+        loss = (squared / (2 * std**2)).mean()
+        return loss, {"teacher_kl": loss.detach()}
+
+    def __call__(self, *, config, model_output, data) -> DiffusionLossResult:
+        loss, metrics = self.compute_loss(
+            prev_sample_mean=model_output["prev_sample_mean"],
+            teacher_prev_sample_mean=data["teacher_prev_sample_mean"],
+            std_dev_t=model_output["std_dev_t"],
+            sqrt_dt=data["sqrt_dt"],
+        )
+        return DiffusionLossResult(loss=loss, metrics=metrics)
