@@ -186,7 +186,7 @@ def test_a_shell_completes(shell, tmp_path):
         pytest.skip(f"there is no {shell} here")
     cases = {
         "verl-omni comp": ["completion"],
-        "verl-omni train qwen_image_ocr_lora_d": ["qwen_image_ocr_lora_dancegrpo", "qwen_image_ocr_lora_dpo"],
+        "verl-omni train qwen_image_ocr_lora_da": ["qwen_image_ocr_lora_dancegrpo"],
         "verl-omni train data.train_": ["data.train_files=", "data.train_batch_size="],
         "verl-omni train trainer.device=": ["trainer.device=cpu", "trainer.device=cuda"],
         "verl-omni trainer.val_o": ["trainer.val_only="],

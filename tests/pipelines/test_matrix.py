@@ -82,7 +82,8 @@ def test_a_step_on_the_forward_process(trained, name):
         "targets": advantages[:, None],
     }
     function = build_loss_function(DiffusionActorConfig(diffusion_loss=loss))
-    data = engine.before_update(data, {"old_velocity": "current", "ref_velocity": "reference"})
+    # The steps of other algorithms have taken the weights so far from the reference that a group may count for nothing.
+    data = engine.before_update(data, {"old_velocity": "current", "ref_velocity": "current"})
     for unmoved in (True, False):
         function.unmoved = unmoved
         with engine.train_mode():

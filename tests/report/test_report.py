@@ -173,7 +173,8 @@ def test_the_commit_of_the_code_itself_is_noted(run_dir, tmp_path, monkeypatch):
     head = git(checkout, "rev-parse", "HEAD")[:12]
     assert code_commit(code) == head and code_commit(installed) is None
     origin = {"url": "of a repository", "vcs_info": {"vcs": "git", "commit_id": "0123456789abcdef"}}
-    pip = type("", (), {"read_text": lambda self, name: json.dumps(origin) if name == "direct_url.json" else None})
+    files = {"direct_url.json": json.dumps(origin)}
+    pip = type("", (), {"read_text": lambda self, name: files.get(name), "version": verl_omni.__version__})
     monkeypatch.setattr("importlib.metadata.distribution", lambda name: pip())
     assert code_commit(installed) == "0123456789ab"
     monkeypatch.setattr(verl_omni, "__file__", str(code))

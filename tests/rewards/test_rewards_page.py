@@ -42,7 +42,7 @@ def test_the_lists_of_rewards_can_be_read():
 
 
 def test_the_reward_of_ones_own():
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     exec(code.replace('"brightness"', '"page_brightness"'), {"__name__": __name__})
     grey = Image.new("RGB", (4, 4), (204, 204, 204))
     (answer,) = make_scorer("page_brightness", {"wanted": 0.8})([grey], [None], [""], [{}])
