@@ -50,6 +50,7 @@ READ_LATER = {
     "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_JOB_ID", "RAY_NODE_ID", "RAY_RAYLET_PID",
     "RAY_LD_PRELOAD_ON_WORKERS", "PYTHONBREAKPOINT",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_enable_pipe_based_agent_to_parent_health_check", "SPT_NOENV",
+    "VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM", "VERL_OMNI_HOME", "VERL_OMNI_HOME_KEY",  # set by a run; no vLLM here
     "LD_PRELOAD",  # of its daemons, to measure their memory
 }  # fmt: skip
 # Ray's C++ reads these when it is loaded and never again. A worker of no job takes any; it looks whether a process of

@@ -23,7 +23,7 @@ from verl_omni.testing.local_trainer import local_config, local_trainer
 from verl_omni.utils.background import wait_for
 
 HTTP = "actor_rollout_ref.rollout.http"
-# The score of `uninterrupted`, without the rest of its module.
+# A score that needs nothing else of its module.
 BRIGHTNESS = """
 def compute_score(image):
     pixels = image.convert("L").getdata()
@@ -32,18 +32,19 @@ def compute_score(image):
 pytestmark = pytest.mark.timeout(1500)  # whole runs, on a machine that may be busy
 
 
-def test_a_rollout_server_without_staleness_changes_no_number(tmp_path, monkeypatch, uninterrupted):
-    """In one process, of a run that had processes of its own."""
+def test_a_rollout_server_without_staleness_changes_no_number(tmp_path, monkeypatch):
+    """Both runs in one process: what was computed in it before may move the last bits of both."""
     (tmp_path / "brightness.py").write_text(BRIGHTNESS)
     learning = [one for one in LEARNING if "killer" not in one]
     ahead = ("trainer.mode=one_step_off", "trainer.max_staleness=0")
     own = "reward.custom_reward_function.path=brightness.py"
+    run_here(settings("colocated", *learning, own), tmp_path, monkeypatch)
     run_here(settings("run", *learning, *ahead, own), tmp_path, monkeypatch)
     found = metrics(tmp_path / "run")
     for step in (1, 2, 3):
         own = ("staleness/mean", "staleness/max", "rollout/server_restarts")
         assert [found[step].pop(name) for name in own] == [0, 0, 0]
-    assert found == metrics(uninterrupted)
+    assert found == metrics(tmp_path / "colocated")
 
 
 def test_people_look_at_the_policy_and_no_number_changes(tmp_path, monkeypatch, capsys):

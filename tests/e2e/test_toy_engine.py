@@ -27,12 +27,13 @@ def test_ranks_that_share_their_rows_train_as_one(tmp_path):
         shutil.copytree(ROOT / "tests/documented/toy_engine", folder / "toy_engine")
     toy = ["actor_rollout_ref.model.external_lib=toy_engine", "actor_rollout_ref.actor.strategy=toy"]
     ulysses = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"
-    one, two = run(alone), run(shared, *toy, *ALIKE, "trainer.n_gpus_per_node=2")
-    three = run(tokens, ulysses, "trainer.n_gpus_per_node=2")
+    one, two = run(alone, *ALIKE), run(shared, *toy, *ALIKE, "trainer.n_gpus_per_node=2")
+    three = run(tokens, *ALIKE, ulysses, "trainer.n_gpus_per_node=2")
     assert list(one) == list(two) == list(three) == [1, 2]
     for step in one:
         for name in COUNTED:
-            expected = pytest.approx(one[step][name], rel=1e-3, abs=1e-6)
+            # Adam makes much of the last bits of small gradients, and the loss is a small difference of large terms.
+            expected = pytest.approx(one[step][name], rel=1e-3, abs=1e-3 if name == "actor/loss" else 1e-6)
             assert two[step][name] == expected and three[step][name] == expected, (step, name)
     assert two[1]["actor/first_ratio_max_dev"] == 0
     # Attention over shares of the tokens rounds differently: training compares with log-probabilities of its own.

@@ -60,7 +60,7 @@ def test_each_row_has_the_teacher_of_its_source(tmp_path, monkeypatch, process_g
     both = local_trainer(local_config(opd(tmp_path, f"{{a: {lora}, b: {own / 'export'}}}")))
     from verl_omni.trainer.diffusion.prompts import PromptStream
 
-    batch = both.sample(PromptStream(both.train_loader).take()).batch
+    batch = both.start_sampling(PromptStream(both.train_loader).take(), 0)().batch
     batch.non_tensor_batch["data_source"] = object_array(["a", "b"] * 4)
     worker = both.actor_wg.worker
     taught = both._taught(batch)

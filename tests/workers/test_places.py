@@ -17,7 +17,7 @@ def test_a_sample_is_drawn_where_it_is_trained_if_that_is_known():
 def test_a_sample_that_several_ranks_train_on_is_drawn_by_one_of_them():
     layout = Layout(shard=2, sequence=2)
     four = EmbeddedRollouts(SimpleNamespace(workers=["a", "b", "c", "d"]), layout)
-    assert four.servers == ["a", "c"]
-    assert four.places([1, 0, 1, 0], 4) == ([1, 0, 1, 0], True)
+    assert four.servers == ["a", "b", "c", "d"], "none of them waits while others draw"
+    assert four.places([1, 0, 1, 0], 4) == ([0, 1, 2, 3], True)
     assert [layout.data_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
     assert layout.ranks_of_rows(6) == [0, 0, 0, 1, 1, 1]
