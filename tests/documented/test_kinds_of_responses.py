@@ -20,11 +20,13 @@ MODEL, FLOW = "actor_rollout_ref.model.", "actor_rollout_ref.actor.diffusion_los
 SOUND = (f"{MODEL}external_lib=toy_sound", f"{MODEL}algorithm=toy_sound", "algorithm.adv_estimator=flow_grpo", FLOW)
 TEXT = (f"{MODEL}external_lib=toy_rollout", "actor_rollout_ref.rollout.name=toy")
 LOUDNESS = """
-import json, pathlib
+import json, pathlib, threading
 
 def compute_score(audio, sample_rate, prompt):
     seen = {"shape": list(audio.shape), "type": str(audio.dtype), "rate": sample_rate, "least": float(audio.min())}
-    pathlib.Path(__file__).with_name("seen.json").write_text(json.dumps(seen))
+    own = pathlib.Path(__file__).with_name(f"{threading.get_ident()}.json")  # several are asked at once
+    own.write_text(json.dumps(seen))
+    own.replace(own.with_name("seen.json"))
     return {"score": float(audio.square().mean()), "seconds": audio.shape[1] / sample_rate}
 """
 BRIGHTNESS = """
