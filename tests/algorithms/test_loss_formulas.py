@@ -5,6 +5,7 @@ import pytest
 import torch
 from loss_cases import ROWS, actor_config, direct_preference_case, policy_gradient_case
 
+from verl_omni.algorithms.base import DiffusionLossFn
 from verl_omni.pipelines.schedulers import FlowMatchSDEDiscreteScheduler
 from verl_omni.trainer.diffusion.diffusion_algos import (
     DPOLoss,
@@ -411,3 +412,25 @@ def test_losses_take_a_tensordict():
     loss_fn.validate_inputs(loss_name="flow_grpo", model_output=case.model_output, data=data)
     result = loss_fn(config=case.config, model_output=case.model_output, data=data)
     assert result.loss == case.run().loss
+
+
+def test_a_loss_is_fed_by_the_names_of_its_parameters():
+    class Plain(DiffusionLossFn):
+        required_model_output_keys = ("log_probs",)
+
+        @classmethod
+        def compute_loss(cls, *, log_prob, sqrt_dt, rollout_is_weights=None):
+            return log_prob.sum() + sqrt_dt.sum(), {"weights": rollout_is_weights}
+
+    class Longer(Plain):
+        @classmethod
+        def compute_loss(cls, *, advantages, config, **plain):
+            loss, metrics = super().compute_loss(**plain)
+            return loss + advantages.sum(), {**metrics, "config": config}
+
+    output = {"log_probs": torch.ones(2), "velocity": torch.zeros(2)}
+    # a tensor of the batch never takes the place of an output that the loss requires
+    data = {key: torch.full((2,), v) for key, v in {"log_probs": 50.0, "sqrt_dt": 10.0, "advantages": 100.0}.items()}
+    assert Plain()(config="c", model_output=output, data=data).loss == 22
+    result = Longer()(config="c", model_output=output, data={**data, "rollout_is_weights": torch.ones(2)})
+    assert result.loss == 222 and result.metrics["config"] == "c" and result.metrics["weights"].tolist() == [1, 1]

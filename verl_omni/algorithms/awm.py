@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl_omni.algorithms.base import DiffusionLossFn, DiffusionLossResult
+from verl_omni.algorithms.base import DiffusionLossFn
 from verl_omni.algorithms.flow_grpo import FlowGRPOLoss, clipped_objective, log_prob_metrics
 from verl_omni.algorithms.forward_process import add_advantages, matching_error, velocity_distance
 from verl_omni.algorithms.registry import Algorithm, register_algorithm, register_diffusion_loss
@@ -97,19 +97,5 @@ class AWMLoss(DiffusionLossFn):
             loss = loss + weight * distance
             metrics[name.replace("beta", "loss")] = distance.detach().mean()
         return loss.mean(), metrics
-
-    def __call__(self, *, config, model_output, data) -> DiffusionLossResult:
-        loss, metrics = self.compute_loss(
-            velocity=model_output["velocity"],
-            old_velocity=data["old_velocity"],
-            clean_latents=data["clean_latents"],
-            noise=data["noise"],
-            sigma=data["sigma"],
-            advantages=data["advantages"],
-            config=config,
-            ref_velocity=data.get("ref_velocity", None),
-            ema_velocity=data.get("ema_velocity", None),
-        )
-        return DiffusionLossResult(loss=loss, metrics=metrics)
 
     prepare_actor_batch = staticmethod(add_advantages)

@@ -1,10 +1,11 @@
-"""What a loss is: pure mathematics (`compute_loss`) and the names of the tensors that it is fed (`__call__`).
+"""What a loss is: pure mathematics, `compute_loss`, whose parameters name the tensors that it is fed.
 
 A batch is flat: a row is one (sample, denoising step) pair or, in direct-preference training, one (sample, noise level)
 pair. Micro-batches may be of any size and mix steps. So that they all add up to the same update, every loss is a mean
 over rows of a value that depends on that row alone; it may average over a row's own elements, never across rows.
 """
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from verl import DataProto
 
     from verl_omni.config import DiffusionActorConfig
+
+
+# A tensor holds the log-probabilities of all its rows; a parameter is that of a row.
+_PLURALS = {"log_prob": "log_probs", "old_log_prob": "old_log_probs"}
 
 
 @dataclass
@@ -66,11 +71,27 @@ class DiffusionLossFn(ABC):
     def compute_loss(cls, **kwargs: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         """The loss, a mean over the given rows, and its metrics."""
 
-    @abstractmethod
     def __call__(
         self, *, config: "DiffusionActorConfig", model_output: Mapping[str, Any], data: "TensorDict"
     ) -> DiffusionLossResult:
-        """Pick the tensors by name and compute the loss."""
+        """Compute the loss of the tensors that `compute_loss` names: the batch's, or the model's own output."""
+        outputs = {key: model_output[key] for key in self.required_model_output_keys}
+        given = {**model_output, **data, **outputs, "config": config}
+        keys = {name: _PLURALS.get(name, name) for name in self._parameters()}
+        loss, metrics = self.compute_loss(**{name: given[key] for name, key in keys.items() if key in given})
+        return DiffusionLossResult(loss=loss, metrics=metrics)
+
+    @classmethod
+    def _parameters(cls) -> list[str]:
+        """What `compute_loss` may be given; where it takes ``**``, also what the loss that it extends may be."""
+        names: list[str] = []
+        for owner in cls.__mro__:
+            if "compute_loss" in vars(owner):
+                parameters = inspect.signature(owner.compute_loss).parameters.values()
+                names += [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+                if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                    break
+        return list(dict.fromkeys(names))
 
     @staticmethod
     def prepare_actor_batch(batch: "DataProto", reward_tensor: torch.Tensor, config: Any) -> "DataProto":

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl_omni.algorithms.base import DiffusionLossFn, DiffusionLossResult
+from verl_omni.algorithms.base import DiffusionLossFn
 from verl_omni.algorithms.flow_grpo import clamp_advantages, ratio_metrics
 from verl_omni.algorithms.forward_process import add_advantages, group_numbers, matching_error
 from verl_omni.algorithms.registry import Algorithm, register_algorithm, register_diffusion_loss
@@ -59,34 +59,23 @@ class CRDLoss(DiffusionLossFn):
         clean_latents: torch.Tensor,
         noise: torch.Tensor,
         targets: torch.Tensor,
-        means: torch.Tensor,
+        group_sums: torch.Tensor,
         config: "DiffusionActorConfig",
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """``mean((β·(r - mean_G r) - (A - mean_G A))²)``, ``r = -mean((v - (ε-x0))² - (v_old - (ε-x0))²)``.
 
-        Velocities and latents are (B, ...). ``targets``, the centred advantages, and ``means``, those of r, have a
-        column for each kind of mean: (B, M). The loss is the mean over both. No gradient goes through a group's mean.
+        Velocities and latents are (B, ...). ``targets``, the centred advantages, and ``group_sums``, the means of
+        r, have a column for each kind of mean: (B, M). The loss is the mean over both. No gradient goes through a
+        group's mean.
         """
         reward = implicit_reward(velocity, old_velocity, clean_latents, noise)
-        fitted = cls.settings(config).beta * (reward[:, None] - means.detach())
+        fitted = cls.settings(config).beta * (reward[:, None] - group_sums.detach().to(targets))
         metrics = {
             "implicit_reward_abs": fitted.detach().abs().mean(),
             "implicit_error": (fitted.detach() - targets).abs().mean(),
             **ratio_metrics(torch.exp(reward)),
         }
         return ((fitted - targets) ** 2).mean(), metrics
-
-    def __call__(self, *, config, model_output, data) -> DiffusionLossResult:
-        loss, metrics = self.compute_loss(
-            velocity=model_output["velocity"],
-            old_velocity=data["old_velocity"],
-            clean_latents=data["clean_latents"],
-            noise=data["noise"],
-            targets=data["targets"],
-            means=data["group_sums"].to(data["targets"]),
-            config=config,
-        )
-        return DiffusionLossResult(loss=loss, metrics=metrics)
 
     @classmethod
     def prepare_actor_batch(cls, batch: "DataProto", reward_tensor: torch.Tensor, config: Any) -> "DataProto":

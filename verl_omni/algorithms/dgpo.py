@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl_omni.algorithms.base import DiffusionLossFn, DiffusionLossResult
+from verl_omni.algorithms.base import DiffusionLossFn
 from verl_omni.algorithms.flow_grpo import clamp_advantages, ratio_metrics
 from verl_omni.algorithms.forward_process import add_advantages, group_share, matching_error
 from verl_omni.algorithms.registry import Algorithm, register_algorithm, register_diffusion_loss
@@ -78,14 +78,14 @@ class DGPOLoss(DiffusionLossFn):
         clean_latents: torch.Tensor,
         noise: torch.Tensor,
         advantages: torch.Tensor,
-        score: torch.Tensor,
+        group_sums: torch.Tensor,
         config: "DiffusionActorConfig",
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """``mean(σ(s)·A·d)``, ``d = mean((v - (ε - x0))²)``.
 
         There is no gradient where the ratio ``exp(d_old - d)`` has left its bounds in the direction of A.
 
-        Velocities and latents are (B, ...), advantages and s, ``score``, (B,).
+        Velocities and latents are (B, ...), advantages (B,), and ``group_sums`` (B, 1) is s.
         """
         settings = cls.settings(config)
         advantages = clamp_advantages(advantages, settings)
@@ -95,7 +95,7 @@ class DGPOLoss(DiffusionLossFn):
         high = 1 + (settings.clip_ratio if settings.clip_ratio_high is None else settings.clip_ratio_high)
         lower, higher = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
         error = torch.where(lower | higher, error.detach(), error)
-        weight = score.detach().sigmoid()
+        weight = group_sums[:, 0].detach().to(advantages).sigmoid()
         metrics = {
             "pg_clipfrac": (lower | higher).float().mean(),
             "pg_clipfrac_lower": lower.float().mean(),
@@ -104,18 +104,6 @@ class DGPOLoss(DiffusionLossFn):
             **ratio_metrics(ratio),
         }
         return (weight * advantages * error).mean(), metrics
-
-    def __call__(self, *, config, model_output, data) -> DiffusionLossResult:
-        loss, metrics = self.compute_loss(
-            velocity=model_output["velocity"],
-            old_velocity=data["old_velocity"],
-            clean_latents=data["clean_latents"],
-            noise=data["noise"],
-            advantages=data["advantages"],
-            score=data["group_sums"][:, 0].to(data["advantages"]),
-            config=config,
-        )
-        return DiffusionLossResult(loss=loss, metrics=metrics)
 
     @staticmethod
     def prepare_actor_batch(batch: "DataProto", reward_tensor: torch.Tensor, config: Any) -> "DataProto":

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl_omni.algorithms.base import DiffusionLossFn, DiffusionLossResult, column, row_mean
+from verl_omni.algorithms.base import DiffusionLossFn, column, row_mean
 from verl_omni.algorithms.forward_process import add_advantages, noised, velocity_distance
 from verl_omni.algorithms.registry import Algorithm, register_algorithm, register_diffusion_loss
 from verl_omni.config.knob import Range
@@ -82,19 +82,6 @@ class DiffusionNFTLoss(DiffusionLossFn):
             raise ValueError(f"diffusion_loss.extra.kl_beta={settings.kl_beta} needs ref_velocity in the batch")
         kl = velocity_distance(velocity, ref_velocity)
         return (policy_loss + settings.kl_beta * kl).mean(), metrics | {"kl_loss": kl.detach().mean()}
-
-    def __call__(self, *, config, model_output, data) -> DiffusionLossResult:
-        loss, metrics = self.compute_loss(
-            velocity=model_output["velocity"],
-            old_velocity=data["old_velocity"],
-            clean_latents=data["clean_latents"],
-            noise=data["noise"],
-            sigma=data["sigma"],
-            advantages=data["advantages"],
-            config=config,
-            ref_velocity=data.get("ref_velocity", None),
-        )
-        return DiffusionLossResult(loss=loss, metrics=metrics)
 
     prepare_actor_batch = staticmethod(add_advantages)
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from verl_omni.algorithms.advantages import checked_rewards
-from verl_omni.algorithms.base import DiffusionLossFn, DiffusionLossResult
+from verl_omni.algorithms.base import DiffusionLossFn
 from verl_omni.algorithms.forward_process import matching_error
 from verl_omni.algorithms.registry import Algorithm, register_algorithm, register_diffusion_loss
 from verl_omni.config.knob import Range
@@ -68,17 +68,6 @@ class DPOLoss(DiffusionLossFn):
         loss = -F.logsigmoid(z).mean()
         metrics = {"implicit_accuracy": (z > 0).float().mean(), "implicit_margin": z.detach().mean()}
         return loss, metrics
-
-    def __call__(self, *, config, model_output, data) -> DiffusionLossResult:
-        loss, metrics = self.compute_loss(
-            velocity=model_output["velocity"],
-            ref_velocity=data["ref_velocity"],
-            clean_latents=data["clean_latents"],
-            noise=data["noise"],
-            preference=data["preference"],
-            config=config,
-        )
-        return DiffusionLossResult(loss=loss, metrics=metrics)
 
     def validate_inputs(self, *, loss_name, model_output, data) -> None:
         super().validate_inputs(loss_name=loss_name, model_output=model_output, data=data)

@@ -5,16 +5,13 @@ is divided by it, and multiplied by the mean over all steps that may be chosen, 
 meaning. With one step trained an image, an update costs a fraction of Flow-GRPO's.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from verl_omni.algorithms.base import DiffusionLossFn, DiffusionLossResult, check_rows, per_row, weighted_mean
-from verl_omni.algorithms.flow_grpo import clipped_objective, log_prob_metrics
+from verl_omni.algorithms.base import per_row
+from verl_omni.algorithms.flow_grpo import FlowGRPOLoss, weigh_steps
 from verl_omni.algorithms.registry import Algorithm, register_algorithm, register_diffusion_loss
-
-if TYPE_CHECKING:
-    from verl_omni.config import DiffusionActorConfig
 
 register_algorithm(
     Algorithm(
@@ -32,7 +29,7 @@ def step_weight(sigma: torch.Tensor, sqrt_dt: torch.Tensor, std_dev_t: torch.Ten
 
 
 @register_diffusion_loss("flash_grpo")
-class FlashGRPOLoss(DiffusionLossFn):
+class FlashGRPOLoss(FlowGRPOLoss):
     """Flow-GRPO's clipped objective, weighted by how weakly a step's log-probability follows the velocity."""
 
     required_model_output_keys = ("log_probs", "std_dev_t")
@@ -42,39 +39,20 @@ class FlashGRPOLoss(DiffusionLossFn):
     def compute_loss(
         cls,
         *,
-        old_log_prob: torch.Tensor,
-        log_prob: torch.Tensor,
-        advantages: torch.Tensor,
-        config: "DiffusionActorConfig",
         std_dev_t: torch.Tensor,
         sqrt_dt: torch.Tensor,
-        sigma: torch.Tensor,
+        step_sigma: torch.Tensor,
         schedule: torch.Tensor,
         rollout_is_weights: torch.Tensor | None = None,
+        **clipped: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """``mean(w/mean(w)·max(-Aρ, -A·clip(ρ, 1-ε_low, 1+ε_high)))``.
 
-        Log-probabilities and advantages are (B,), std_dev_t (B, 1, ...) or scalar, sqrt_dt and sigma (B,) or scalar.
+        std_dev_t is (B, 1, ...) or scalar, sqrt_dt and step_sigma (B,) or scalar, and the rest as in Flow-GRPO's loss.
         ``schedule`` (B, K, 3) has σ, √(-dt) and s of each of the K steps that may be trained: the mean of w is theirs.
         """
-        check_rows(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, weights=rollout_is_weights)
-        rows = len(log_prob)
-        own = step_weight(*(per_row(value, rows) for value in (sigma, sqrt_dt, std_dev_t)))
+        rows = len(clipped["log_prob"])
+        own = step_weight(*(per_row(value, rows) for value in (step_sigma, sqrt_dt, std_dev_t)))
         weight = own / step_weight(*schedule.to(own).unbind(dim=2)).mean(dim=1)
-        loss, metrics = clipped_objective(torch.exp(log_prob - old_log_prob), advantages, cls.settings(config))
-        metrics |= log_prob_metrics(old_log_prob, log_prob) | {"step_weight": weight.detach().mean()}
-        return weighted_mean(loss * weight.detach(), rollout_is_weights), metrics
-
-    def __call__(self, *, config, model_output, data) -> DiffusionLossResult:
-        loss, metrics = self.compute_loss(
-            old_log_prob=data["old_log_probs"],
-            log_prob=model_output["log_probs"],
-            advantages=data["advantages"],
-            config=config,
-            std_dev_t=model_output["std_dev_t"],
-            sqrt_dt=data["sqrt_dt"],
-            sigma=data["step_sigma"],
-            schedule=data["schedule"],
-            rollout_is_weights=data.get("rollout_is_weights", None),
-        )
-        return DiffusionLossResult(loss=loss, metrics=metrics)
+        loss, metrics = super().compute_loss(rollout_is_weights=weigh_steps(weight, rollout_is_weights), **clipped)
+        return loss, metrics | {"step_weight": weight.detach().mean()}

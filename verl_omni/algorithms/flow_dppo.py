@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl_omni.algorithms.base import DiffusionLossFn, DiffusionLossResult, check_rows, per_row, row_mean, weighted_mean
+from verl_omni.algorithms.base import DiffusionLossFn, check_rows, per_row, row_mean, weighted_mean
 from verl_omni.algorithms.flow_grpo import clamp_advantages, log_prob_metrics, ratio_metrics
 from verl_omni.algorithms.registry import Algorithm, register_algorithm, register_diffusion_loss
 from verl_omni.config.knob import Range
@@ -68,17 +68,3 @@ class FlowDPPOLoss(DiffusionLossFn):
             **log_prob_metrics(old_log_prob, log_prob),
         }
         return weighted_mean(loss, rollout_is_weights), metrics
-
-    def __call__(self, *, config, model_output, data) -> DiffusionLossResult:
-        loss, metrics = self.compute_loss(
-            old_log_prob=data["old_log_probs"],
-            log_prob=model_output["log_probs"],
-            advantages=data["advantages"],
-            config=config,
-            old_prev_sample_mean=data["old_prev_sample_mean"],
-            prev_sample_mean=model_output["prev_sample_mean"],
-            std_dev_t=model_output["std_dev_t"],
-            sqrt_dt=data["sqrt_dt"],
-            rollout_is_weights=data.get("rollout_is_weights", None),
-        )
-        return DiffusionLossResult(loss=loss, metrics=metrics)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl_omni.algorithms.base import DiffusionLossFn, DiffusionLossResult, check_rows, weighted_mean
+from verl_omni.algorithms.base import DiffusionLossFn, check_rows, weighted_mean
 from verl_omni.algorithms.registry import Algorithm, register_algorithm, register_diffusion_loss
 
 if TYPE_CHECKING:
@@ -50,15 +50,10 @@ class FlowGRPOLoss(DiffusionLossFn):
         loss, metrics = clipped_objective(ratio, advantages, cls.settings(config))
         return weighted_mean(loss, rollout_is_weights), metrics | log_prob_metrics(old_log_prob, log_prob)
 
-    def __call__(self, *, config, model_output, data) -> DiffusionLossResult:
-        loss, metrics = self.compute_loss(
-            old_log_prob=data["old_log_probs"],
-            log_prob=model_output["log_probs"],
-            advantages=data["advantages"],
-            config=config,
-            rollout_is_weights=data.get("rollout_is_weights", None),
-        )
-        return DiffusionLossResult(loss=loss, metrics=metrics)
+
+def weigh_steps(weight: torch.Tensor, rollout_is_weights: torch.Tensor | None) -> torch.Tensor:
+    """The weights of pairs whose steps have a weight of their own."""
+    return weight.detach() if rollout_is_weights is None else weight.detach() * rollout_is_weights
 
 
 def clamp_advantages(advantages: torch.Tensor, settings: SimpleNamespace) -> torch.Tensor:

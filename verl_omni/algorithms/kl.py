@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from verl_omni.algorithms.base import DiffusionLossFn, DiffusionLossResult, per_row, row_mean
+from verl_omni.algorithms.base import DiffusionLossFn, per_row, row_mean
 
 
 class KLLoss(DiffusionLossFn):
@@ -32,12 +32,3 @@ class KLLoss(DiffusionLossFn):
         d = per_row(std_dev_t if kl_std is None else kl_std, len(squared))
         loss = (squared / (2 * d**2)).mean()
         return loss, {"kl_loss": loss.detach()}
-
-    def __call__(self, *, config, model_output, data) -> DiffusionLossResult:
-        loss, metrics = self.compute_loss(
-            prev_sample_mean=model_output["prev_sample_mean"],
-            ref_prev_sample_mean=data["ref_prev_sample_mean"],
-            std_dev_t=model_output["std_dev_t"],
-            kl_std=model_output.get("kl_std"),
-        )
-        return DiffusionLossResult(loss=loss, metrics=metrics)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from verl_omni.algorithms.base import DiffusionLossFn, DiffusionLossResult, per_row, row_mean
+from verl_omni.algorithms.base import DiffusionLossFn, per_row, row_mean
 from verl_omni.algorithms.registry import Algorithm, register_algorithm, register_diffusion_loss
 
 register_algorithm(
@@ -44,12 +44,3 @@ class OPDLoss(DiffusionLossFn):
         std = per_row(std_dev_t, len(squared)) * per_row(sqrt_dt, len(squared))
         loss = (squared / (2 * std**2)).mean()
         return loss, {"teacher_kl": loss.detach()}
-
-    def __call__(self, *, config, model_output, data) -> DiffusionLossResult:
-        loss, metrics = self.compute_loss(
-            prev_sample_mean=model_output["prev_sample_mean"],
-            teacher_prev_sample_mean=data["teacher_prev_sample_mean"],
-            std_dev_t=model_output["std_dev_t"],
-            sqrt_dt=data["sqrt_dt"],
-        )
-        return DiffusionLossResult(loss=loss, metrics=metrics)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl_omni.algorithms.base import DiffusionLossFn, DiffusionLossResult, check_rows, per_row, weighted_mean
-from verl_omni.algorithms.flow_grpo import FlowGRPOLoss, clipped_objective, log_prob_metrics
+from verl_omni.algorithms.base import per_row
+from verl_omni.algorithms.flow_grpo import FlowGRPOLoss, weigh_steps
 from verl_omni.algorithms.registry import Algorithm, register_algorithm, register_diffusion_loss
 from verl_omni.config.knob import Range
 
@@ -29,7 +29,7 @@ register_algorithm(
 
 
 @register_diffusion_loss("tempflow_grpo")
-class TempFlowGRPOLoss(DiffusionLossFn):
+class TempFlowGRPOLoss(FlowGRPOLoss):
     """Flow-GRPO's clipped objective, weighted by the standard deviation of each step's noise."""
 
     required_model_output_keys = ("log_probs", "std_dev_t")
@@ -41,33 +41,18 @@ class TempFlowGRPOLoss(DiffusionLossFn):
     def compute_loss(
         cls,
         *,
-        old_log_prob: torch.Tensor,
-        log_prob: torch.Tensor,
-        advantages: torch.Tensor,
         config: "DiffusionActorConfig",
         std_dev_t: torch.Tensor,
         sqrt_dt: torch.Tensor,
         rollout_is_weights: torch.Tensor | None = None,
+        **clipped: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """``mean(c·s·√(-dt)·max(-Aρ, -A·clip(ρ, 1-ε_low, 1+ε_high)))``.
 
-        Log-probabilities and advantages are (B,), std_dev_t (B, 1, ...) or scalar, sqrt_dt (B,) or scalar.
+        std_dev_t is (B, 1, ...) or scalar, sqrt_dt (B,) or scalar, and the rest as in Flow-GRPO's loss.
         """
-        check_rows(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, weights=rollout_is_weights)
-        settings, rows = cls.settings(config), len(log_prob)
-        weight = settings.weight_scale * per_row(std_dev_t, rows) * per_row(sqrt_dt, rows)
-        loss, metrics = clipped_objective(torch.exp(log_prob - old_log_prob), advantages, settings)
-        metrics |= log_prob_metrics(old_log_prob, log_prob) | {"step_weight": weight.detach().mean()}
-        return weighted_mean(loss * weight.detach(), rollout_is_weights), metrics
-
-    def __call__(self, *, config, model_output, data) -> DiffusionLossResult:
-        loss, metrics = self.compute_loss(
-            old_log_prob=data["old_log_probs"],
-            log_prob=model_output["log_probs"],
-            advantages=data["advantages"],
-            config=config,
-            std_dev_t=model_output["std_dev_t"],
-            sqrt_dt=data["sqrt_dt"],
-            rollout_is_weights=data.get("rollout_is_weights", None),
-        )
-        return DiffusionLossResult(loss=loss, metrics=metrics)
+        rows = len(clipped["log_prob"])
+        weight = cls.settings(config).weight_scale * per_row(std_dev_t, rows) * per_row(sqrt_dt, rows)
+        weights = weigh_steps(weight, rollout_is_weights)
+        loss, metrics = super().compute_loss(config=config, rollout_is_weights=weights, **clipped)
+        return loss, metrics | {"step_weight": weight.detach().mean()}
