@@ -35,10 +35,9 @@ def prepared(*overrides: str):
 def learned(*overrides: str, version: int, ask: list | None = None) -> DataProto | None:
     """What `learn` sends to the workers, of samples that weights of this version drew; it is step 3 (2 are done). `ask`
     gets the metrics, and how often log-probabilities were recomputed."""
-    config = prepared("trainer.mode=one_step_off", *overrides)
-    chosen = OmegaConf.to_object(config)
-    trainer = mock.Mock(spec=PolicyGradientRayTrainer, config=config, settings=chosen, global_step=2)
-    trainer.loss_function = build_loss_function(chosen.actor_rollout_ref.actor)
+    config = OmegaConf.to_object(prepared("trainer.mode=one_step_off", *overrides))
+    trainer = mock.Mock(spec=PolicyGradientRayTrainer, config=config, global_step=2)
+    trainer.loss_function = build_loss_function(config.actor_rollout_ref.actor)
     trainer.actor_wg = SimpleNamespace(
         compute_log_prob=mock.Mock(side_effect=lambda data: DataProto.from_dict({"old_log_probs": RECOMPUTED.clone()})),
         update_actor=mock.Mock(),

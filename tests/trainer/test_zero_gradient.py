@@ -31,7 +31,7 @@ class Loop(BaseRayDiffusionTrainer):
     """The loop of training with steps that are given: (metrics of the update, rewards)."""
 
     def __init__(self, steps: list[tuple[dict[str, float], list[float]]]):
-        self.settings = self.config = DiffusionTrainerConfig()
+        self.config = DiffusionTrainerConfig()
         self.steps, self.total_steps = steps, len(steps)
         self.run, self.callbacks = Run(self.config, Path("run"), len(steps)), UsersCallbacks([])
         self.train_loader, self.val_loader, self.online = Prompts(range(len(steps))), None, True

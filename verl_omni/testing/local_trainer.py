@@ -63,24 +63,25 @@ class _LocalWorkers:
     """For a trainer of online sampling: its worker, agent loop, rewards and rollout servers are called directly."""
 
     def init_workers(self) -> None:
-        set_schedule_length(self.config, self.total_steps)
+        config = self.run.config
+        set_schedule_length(config, self.total_steps)
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        worker = DiffusionWorker(self.config)
+        worker = DiffusionWorker(config)
         worker.init_model()
         self.actor_wg, self.reward_loop_manager = _LocalGroup(worker), None
-        if self.config.actor_rollout_ref.hybrid_engine:
+        if config.actor_rollout_ref.hybrid_engine:
             self.rollouts, servers = EmbeddedRollouts(self.actor_wg, self.layout), [_Handle(worker)]
         else:
             worker.trajectories = _LocalTrajectories()
-            count = self.config.actor_rollout_ref.rollout.n_gpus_per_node or 1
-            engine = server_class(self.config.actor_rollout_ref.rollout.name)
+            count = config.actor_rollout_ref.rollout.n_gpus_per_node or 1
+            engine = server_class(config.actor_rollout_ref.rollout.name)
             local = type(f"Local{engine.__name__}", (_LocalServer, engine), {})
-            servers = [_Handle(local(self.config)) for _ in range(count)]
+            servers = [_Handle(local(config)) for _ in range(count)]
             self.rollouts = ServerRollouts(servers, self.actor_wg, self.timeline)
-            listen(self.config, self.rollouts)
-        rewards = [_Handle(RewardLoopWorker(self.config))]
-        agents = _Handle(DiffusionAgentLoopWorker(self.config, servers, rewards))
-        self.agent_loop_manager = _LocalAgentLoops(self.config, servers, rewards, [agents])
+            listen(config, self.rollouts)
+        rewards = [_Handle(RewardLoopWorker(config))]
+        agents = _Handle(DiffusionAgentLoopWorker(config, servers, rewards))
+        self.agent_loop_manager = _LocalAgentLoops(config, servers, rewards, [agents])
 
     def changes(self) -> list[int]:
         return [self.actor_wg.worker.changes()]

@@ -47,8 +47,7 @@ class BaseRayDiffusionTrainer(Sampling):
         train_sampler: Sampler | None = None,
         device_name: str | None = None,
     ):
-        self.config, self.tokenizer, self.processor = config, tokenizer, processor
-        self.settings = OmegaConf.to_object(config)
+        self.config, self.tokenizer, self.processor = OmegaConf.to_object(config), tokenizer, processor
         self.run_dir = Path(config.trainer.default_local_dir).expanduser()
         self.checkpoints = Checkpoints(config, self.run_dir)
         self.role_worker_mapping = role_worker_mapping
@@ -57,8 +56,8 @@ class BaseRayDiffusionTrainer(Sampling):
         self.device_name = device_name or config.trainer.device
         self.algorithm = get_algorithm(config.actor_rollout_ref.model.algorithm)
         self.online = config.algorithm.sample_source == "online"
-        self.loss_function = build_loss_function(self.settings.actor_rollout_ref.actor)
-        self.layout = layout_of(self.settings)
+        self.loss_function = build_loss_function(self.config.actor_rollout_ref.actor)
+        self.layout = layout_of(self.config)
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         self.timeline = Timeline()
         self._create_dataloaders(collate_fn, train_sampler)
@@ -95,17 +94,17 @@ class BaseRayDiffusionTrainer(Sampling):
     def init_workers(self) -> None:
         """Start the workers that hold the model; for online sampling also the rewards and the agent loops."""
         tell(stage="loading of the model")
-        processes.set_schedule_length(self.config, self.total_steps)
-        pools, device = self.resource_pool_manager, self.device_name
+        config, pools, device = self.run.config, self.resource_pool_manager, self.device_name
+        processes.set_schedule_length(config, self.total_steps)
         self.actor_wg = processes.start_workers(
-            self.config, device, self.role_worker_mapping, pools, self.ray_worker_group_cls
+            config, device, self.role_worker_mapping, pools, self.ray_worker_group_cls
         )
         self.reward_loop_manager = self.agent_loop_manager = self.rollouts = None
         if self.online:
-            drawing = processes.start_drawing(self.config, device, pools, self.actor_wg, self.layout, self.timeline)
+            drawing = processes.start_drawing(config, device, pools, self.actor_wg, self.layout, self.timeline)
             self.rollouts = drawing.rollouts
             self.reward_loop_manager, self.agent_loop_manager = drawing.rewards, drawing.agents
-            processes.listen(self.config, self.rollouts)
+            processes.listen(config, self.rollouts)
         processes.load_models(self.actor_wg, self.rollouts)
 
     def shutdown(self) -> None:
@@ -122,7 +121,7 @@ class BaseRayDiffusionTrainer(Sampling):
         tell(stage="loading of the checkpoint", total=self.total_steps)
         start = self.checkpoints.load(self.actor_wg, self.total_steps, self.train_loader)
         self.global_step = start.step
-        tracking = open_folder(self.config, self.run_dir, start, self.total_steps)
+        tracking = open_folder(self.run.config, self.run_dir, start, self.total_steps)
         before = trainer.val_only or start.validation_due or (trainer.val_before_train and start.source is None)
         try:
             self.callbacks.on_run_start(self.run)
@@ -166,7 +165,7 @@ class BaseRayDiffusionTrainer(Sampling):
     def _after_step(self, tracking: Any, bar: Callback) -> list[Callback]:
         """What follows a training step, in this order."""
         return [
-            after_step.Scores(self.settings.reward.scorers),
+            after_step.Scores(self.config.reward.scorers),
             *([after_step.KeptSamples()] if self.online else []),
             *([after_step.Waiting(self.layout.world, self.num_servers)] if self.pace.overlaps else []),
             ZeroGradients(),

@@ -31,9 +31,9 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
     def __init__(self, config: DictConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         self.loss_fn = self.loss_function.loss_fn
-        actor = self.settings.actor_rollout_ref.actor
+        actor = self.config.actor_rollout_ref.actor
         self.old_policy_follows = follows_old_policy(config.actor_rollout_ref.model.algorithm, actor)
-        self.schedule = rollout_sigmas(self.settings.actor_rollout_ref.model)
+        self.schedule = rollout_sigmas(self.config.actor_rollout_ref.model)
 
     def fit(self) -> None:
         """Samples (a scored rollout, or cached pairs) -> the loss's tensors -> noise levels -> update -> old policy."""
@@ -48,7 +48,7 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
         # What cached samples have beside their scores is theirs to declare, and so is what a loss makes of a batch.
         known = set(batch.batch.keys()) if self.online else {"score"}
         with timer(timing, "adv"):
-            trained = self.loss_fn.prepare_actor_batch(batch, rewards, self.settings)
+            trained = self.loss_fn.prepare_actor_batch(batch, rewards, self.config)
         metrics = dict(trained.meta_info.get("metrics", {}))
         metrics["training/skipped_updates"] = float(len(trained) == 0)
         if len(trained):
@@ -120,7 +120,7 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
 
         A unit whose samples have a size of their own has that size's schedule.
         """
-        algorithm = self.settings.algorithm
+        algorithm = self.config.algorithm
         generator = torch.Generator().manual_seed(self._seed("noise levels"))
         count = algorithm.timesteps_per_sample or max(
             1, math.ceil(len(self.schedule) * algorithm.timestep_fraction - 1e-9)
@@ -142,10 +142,10 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
         """The noise levels at which the rollout's steps start for samples of this size; None: of the run's own."""
         if size is None:
             return self.schedule
-        return rollout_sigmas(sized(self.settings.actor_rollout_ref.model, size))
+        return rollout_sigmas(sized(self.config.actor_rollout_ref.model, size))
 
     def _move_old_policy(self) -> dict[str, float]:
-        algorithm, step = self.settings.algorithm, self.global_step + 1
+        algorithm, step = self.config.algorithm, self.global_step + 1
         if step % algorithm.old_policy_update_interval:
             return {}
         decay = old_policy_decay(step, algorithm.old_policy_decay_schedule, algorithm.old_policy_decay)

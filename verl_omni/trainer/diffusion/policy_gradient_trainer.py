@@ -33,11 +33,11 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
         super().fit()
 
     def learn(self, experience: Experience, timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
-        keys = self.loss_function.loss_fn.data_keys(self.settings.actor_rollout_ref.actor)
+        keys = self.loss_function.loss_fn.data_keys(self.config.actor_rollout_ref.actor)
         batch = experience.batch
         batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-        recomputes = self.settings.actor_rollout_ref.actor.old_log_probs == "recompute"
-        compares = recomputes or is_on(self.settings.algorithm.rollout_correction)
+        recomputes = self.config.actor_rollout_ref.actor.old_log_probs == "recompute"
+        compares = recomputes or is_on(self.config.algorithm.rollout_correction)
         if compares:
             with timer(timing, "old_log_prob"):
                 recomputed = self.actor_wg.compute_log_prob(self._for_training(batch))
@@ -62,10 +62,10 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
                 algorithm.adv_estimator,
                 algorithm.norm_adv_by_std_in_grpo,
                 algorithm.global_std,
-                self.settings.algorithm,
+                self.config.algorithm,
             )
-        if self.settings.algorithm.timestep_fraction < 1:
-            drawn = train_steps(kept.shape, self.settings.algorithm.timestep_fraction, seed=self._seed("trained steps"))
+        if self.config.algorithm.timestep_fraction < 1:
+            drawn = train_steps(kept.shape, self.config.algorithm.timestep_fraction, seed=self._seed("trained steps"))
             # By sample, not by row: the order of rows depends on the number of ranks, the update must not.
             whole.batch["train_steps"] = drawn[whole.batch["sample_id"]]
             kept = kept.gather(1, whole.batch["train_steps"])
@@ -81,7 +81,7 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
 
     def _taught(self, batch: DataProto) -> DataProto:
         """With the means of each row's teacher, that of its data_source."""
-        teachers = list(teacher_folders(self.settings.actor_rollout_ref.actor.teacher.path))
+        teachers = list(teacher_folders(self.config.actor_rollout_ref.actor.teacher.path))
         sources = [None if None in teachers else source for source in batch.non_tensor_batch["data_source"]]
         for source in sources:
             if source not in teachers:
@@ -95,7 +95,7 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
         self, whole: DataProto, batch: DataProto, scored: torch.Tensor, kept: torch.Tensor
     ) -> dict[str, float]:
         """Weigh the steps of `batch`, the scored rows of `whole`, and take those that are rejected out of `kept`."""
-        config, own = self.settings.algorithm.rollout_correction, whole.batch["rollout_log_probs"]
+        config, own = self.config.algorithm.rollout_correction, whole.batch["rollout_log_probs"]
         found = correct(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], config)
         kept[scored] = found.kept
         if weighs(config):
@@ -106,13 +106,13 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
 
     @property
     def _guided(self) -> bool:
-        model = self.settings.actor_rollout_ref.model
+        model = self.config.actor_rollout_ref.model
         return DiffusionModelBase.get_class(model).cfg_scale(model) > 1
 
     def requests(self, prompts: DataProto, step: int, groups: Sequence[int], learns: bool) -> DataProto:
         """With a window of stochastic steps for each."""
-        rollout, actor = self.settings.actor_rollout_ref.rollout, self.settings.actor_rollout_ref.actor
-        model = self.settings.actor_rollout_ref.model
+        rollout, actor = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.actor
+        model = self.config.actor_rollout_ref.model
         keep = {
             # of the weights that draw: of no use to others
             "keep_uncond": self._guided and actor.reuse_uncond and learns,
@@ -130,7 +130,7 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
 
     def _branch(self, batch: DataProto, step: int, states: Sequence[int], size: int) -> None:
         """Each `size` samples walk together to their window, from one noise, and are compared with each other alone."""
-        rollout, columns_of = self.settings.actor_rollout_ref.rollout, batch.non_tensor_batch
+        rollout, columns_of = self.config.actor_rollout_ref.rollout, batch.non_tensor_batch
         each = rollout.n // size
         names = [f"{uid}/{i // size % each}" for i, uid in enumerate(columns_of["uid"])]
         columns_of["uid"] = columns_of["branch"] = object_array(names)
@@ -142,13 +142,13 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
         self, names: tuple[str, ...], version: int, step: int, output: DataProto, scores: Callable[[], DataProto]
     ) -> Experience:
         """Trajectories in training order."""
-        order = self._training_order(len(output), self.settings.actor_rollout_ref.rollout.n, step)
+        order = self._training_order(len(output), self.config.actor_rollout_ref.rollout.n, step)
         output.batch["sample_id"] = torch.arange(len(output))
         collect = lambda: scores().select(batch_keys=["rm_scores"])[order]  # noqa: E731
         return Experience(names, version, output[order], collect)
 
     def _ranks(self, samples: int, step: int) -> list[int]:
-        order = self._training_order(samples, self.settings.actor_rollout_ref.rollout.n, step)
+        order = self._training_order(samples, self.config.actor_rollout_ref.rollout.n, step)
         ranks = torch.empty(samples, dtype=torch.long)
         ranks[order] = torch.tensor(self.layout.ranks_of_rows(samples))
         return ranks.tolist()

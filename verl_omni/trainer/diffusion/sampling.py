@@ -33,7 +33,7 @@ class Sampling:
 
     @functools.cached_property
     def group_filter(self) -> GroupFilter | None:
-        return GroupFilter(self.settings) if self.config.algorithm.filter_groups.enable else None
+        return GroupFilter(self.config) if self.config.algorithm.filter_groups.enable else None
 
     def start_sampling(self, prompts: DataProto, step: int) -> Callable[[], Experience]:
         """Begin to draw samples for the training step after `step` others; what comes back waits for them."""
@@ -54,7 +54,7 @@ class Sampling:
         self, prompts: DataProto, step: int, groups: Sequence[int], learns: bool
     ) -> tuple[DataProto, dict[str, float]]:
         """`requests`, and metrics. Where there is a pool, it is drawn now and says which seeds are worth it."""
-        if self.settings.actor_rollout_ref.rollout.pool.size is None:
+        if self.config.actor_rollout_ref.rollout.pool.size is None:
             return self.requests(prompts, step, groups, learns), {}
         seeds, metrics = chosen_seeds(self, prompts, step, groups)
         batch = self.requests(prompts, step, groups, learns)
@@ -71,7 +71,7 @@ class Sampling:
         learns: bool,
     ) -> Callable[[], list[Group]]:
         """Begin to draw groups of these numbers, for these places among the `count` of a step; waits for scores too."""
-        batch, n = self.requests(prompts, step, numbers, learns), self.settings.actor_rollout_ref.rollout.n
+        batch, n = self.requests(prompts, step, numbers, learns), self.config.actor_rollout_ref.rollout.n
         rows = [list(range(place * n, (place + 1) * n)) for place in range(count)]
         ranks = self._ranks(count * n, step)
         names = self._place(batch, None if ranks is None else [ranks[i] for place in places for i in rows[place]], n)
@@ -112,7 +112,7 @@ class Sampling:
         learns: bool,
     ) -> tuple[int, list[DrawnGroup]]:
         """One server begins with these groups of a step: (the version of the weights that draw, the groups)."""
-        n = self.settings.actor_rollout_ref.rollout.n
+        n = self.config.actor_rollout_ref.rollout.n
         batch, names = self.requests(prompts, step, groups, learns), [new_experience() for _ in groups]
         batch.non_tensor_batch["server"] = object_array([server] * len(batch))
         batch.non_tensor_batch["place"] = object_array([p for name in names for p in places(name, n, ship=True)])
@@ -127,9 +127,9 @@ class Sampling:
 
     def validate(self) -> dict[str, float]:
         """Score the validation prompts with the same seeds every time, and keep the samples."""
-        rollout = self.settings.actor_rollout_ref.rollout
-        val, sampling = rollout.val_kwargs, validation_sampling(rollout, self.settings.actor_rollout_ref.model)
-        policy = "ema" if self.settings.actor_rollout_ref.actor.ema_decay else "current"
+        rollout = self.config.actor_rollout_ref.rollout
+        val, sampling = rollout.val_kwargs, validation_sampling(rollout, self.config.actor_rollout_ref.model)
+        policy = "ema" if self.config.actor_rollout_ref.actor.ema_decay else "current"
         folder, limit = self.run_dir / "validation" / f"step_{self.global_step}", self.config.trainer.log_val_images
         outputs, start = [], 0
         for rows in self.val_loader:
@@ -178,7 +178,7 @@ class Sampling:
 
         Seeds depend on the step and on the number of the group alone, not on what is drawn beside it.
         """
-        rollout = self.settings.actor_rollout_ref.rollout
+        rollout = self.config.actor_rollout_ref.rollout
         n, groups = rollout.n, range(len(prompts)) if groups is None else groups
         seeds = derive_seeds(rollout.seed, "rollout", step, count=(max(groups) + 1) * n)
         sampling = dataclasses.asdict(rollout.pipeline) | {
@@ -190,7 +190,7 @@ class Sampling:
         own = [seeds[group * n + i] for group in groups for i in range(n)]
         batch = self._rollout_batch(prompts, n, own, sampling, step, groups)
         batch.meta_info["scores_only"] = True  # nobody looks at the pixels: the model learns from latents
-        batch.meta_info["compares"] = self.settings.reward.pairwise.by is not None
+        batch.meta_info["compares"] = self.config.reward.pairwise.by is not None
         keep_to = [self._keep_to(step, group) for group in groups for _ in range(n)]
         batch.non_tensor_batch["keep_to"] = object_array(keep_to)
         if rollout.algo.same_initial_noise:
@@ -200,7 +200,7 @@ class Sampling:
 
     def _keep_to(self, step: int, group: int) -> str | None:
         """Where the best and the worst image of a group are kept: of some prompts, where the report shows them."""
-        trainer, number = self.settings.trainer, step + 1
+        trainer, number = self.config.trainer, step + 1
         due = number == 1 or is_due(number, trainer.test_freq, number == self.total_steps)
         if not due or group >= trainer.log_train_groups:
             return None
