@@ -17,7 +17,7 @@ def chosen_seeds(
 
     The pool is drawn by the ODE: what an image becomes is then decided by where it starts.
     """
-    rollout = trainer.settings.actor_rollout_ref.rollout
+    rollout = trainer.config.actor_rollout_ref.rollout
     size = rollout.pool.size
     seeds = derive_seeds(rollout.seed, "pool", step, count=(max(groups) + 1) * size)
     own = [seeds[group * size + i] for group in groups for i in range(size)]
