@@ -16,7 +16,7 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -108,8 +108,8 @@ def _train(recipe: Recipe, device: torch.device) -> "QwenImagePipeline":
     signs = np.stack([task.draw_sign(number, rng) for number in numbers for _ in range(recipe.images_per_number)])
     images = torch.from_numpy(signs).to(device).permute(0, 3, 1, 2)[:, :, None] / 127.5 - 1
 
-    _train_vae(speed_up_single_frames(pipeline.vae), images, recipe)
-    latents = _encode(pipeline.vae, images)
+    train_vae(speed_up_single_frames(pipeline.vae), images, recipe)
+    latents = encode(pipeline.vae, images)
     with torch.no_grad():
         prompt_embeds, _ = pipeline.encode_prompt([task.prompt_for(number) for number in numbers])
     _train_transformer(pipeline, latents, prompt_embeds.repeat_interleave(recipe.images_per_number, 0), recipe)
@@ -149,7 +149,8 @@ def _untrained_pipeline() -> "QwenImagePipeline":
     return QwenImagePipeline(scheduler, vae, qwen_text_encoder(tokenizer, TEXT_WIDTH), tokenizer, transformer)
 
 
-def _train_vae(vae: "AutoencoderKLQwenImage", images: torch.Tensor, recipe: Recipe) -> None:
+def train_vae(vae: "AutoencoderKLQwenImage", images: torch.Tensor, recipe: Recipe) -> None:
+    """On images (B, C, 1, H, W) in [-1, 1], from scratch."""
     with torch.no_grad():  # a wide posterior at the start drowns the latents in noise: some seeds never leave that
         vae.quant_conv.bias[vae.config.z_dim :] = -6.0
     optimizer = torch.optim.AdamW(vae.parameters(), recipe.vae_lr, weight_decay=0.0)
@@ -162,12 +163,12 @@ def _train_vae(vae: "AutoencoderKLQwenImage", images: torch.Tensor, recipe: Reci
         posterior = vae.encode(target).latent_dist
         error = F.mse_loss(vae.decode(posterior.sample()).sample, target)
         divergence = posterior.kl().mean() / posterior.mean[0].numel()
-        _step(vae, optimizer, schedule, error + recipe.vae_kl * divergence)
+        take_step(vae, optimizer, schedule, error + recipe.vae_kl * divergence)
         bar.set_postfix(error=f"{error.item():.4f}", refresh=False)
 
 
 @torch.no_grad()
-def _encode(vae: "AutoencoderKLQwenImage", images: torch.Tensor) -> torch.Tensor:
+def encode(vae: "AutoencoderKLQwenImage", images: torch.Tensor) -> torch.Tensor:
     """Latents (B, C, 1, H, W) with mean 0 and standard deviation 1 by channel, as the VAE's config then says."""
     latents = torch.cat([vae.encode(chunk).latent_dist.mean for chunk in images.split(256)])
     mean, std = latents.mean((0, 2, 3, 4)), latents.std((0, 2, 3, 4))
@@ -200,11 +201,12 @@ def _train_transformer(
             return_dict=False,
         )[0]
         loss = F.mse_loss(velocity, noise - x)
-        _step(transformer, optimizer, schedule, loss)
+        take_step(transformer, optimizer, schedule, loss)
         bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
 
 
-def _step(module: torch.nn.Module, optimizer, schedule, loss: torch.Tensor) -> None:
+def take_step(module: torch.nn.Module, optimizer: Any, schedule: Any, loss: torch.Tensor) -> None:
+    """Down the gradient of the loss, which is clipped."""
     optimizer.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)

@@ -1,0 +1,125 @@
+"""How the quickstart ends: recipes side by side, chosen on some seeds and shown on others.
+
+    python -m benchmarks.endings --out outputs/endings --parallel 16 [--choose 10 11] [--show 0 1 2 3 4]
+
+Each run is the quickstart in one process with one thread. First every recipe of RECIPES is trained with the seeds of
+--choose; the one whose last score is highest on average is then trained with the seeds of --show, beside the shipped
+one. Curves are kept as small JSON files in --out; what is there is not repeated. Prints both tables in Markdown.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.compare_algorithms import ACTOR, ROLLOUT, curve
+from benchmarks.local_runs import Job, import_everything, run_all
+from benchmarks.staleness import quickstart_settings
+
+LR, SCHEDULE, EMA = f"{ACTOR}.optim.lr", f"{ACTOR}.optim.lr_scheduler_type", f"{ACTOR}.ema_decay"
+SHIPPED = "as shipped"
+RECIPES: dict[str, list[str]] = {
+    SHIPPED: [],
+    "moving average": [f"{EMA}=0.9"],
+    "to 0": [f"{SCHEDULE}=cosine"],
+    "to 0, moving average": [f"{SCHEDULE}=cosine", f"{EMA}=0.9"],
+    "3e-4 to 0, moving average": [f"{LR}=3e-4", f"{SCHEDULE}=cosine", f"{EMA}=0.9"],
+    "4e-4 to 0, moving average": [f"{LR}=4e-4", f"{SCHEDULE}=cosine", f"{EMA}=0.9"],
+    "3e-4 to 0, moving average, clip 4e-3": [
+        f"{LR}=3e-4", f"{SCHEDULE}=cosine", f"{EMA}=0.9", f"{ACTOR}.diffusion_loss.clip_ratio=4e-3",
+    ],
+    "3e-4 to 0, moving average, n 24": [
+        f"{LR}=3e-4", f"{SCHEDULE}=cosine", f"{EMA}=0.9",
+        "data.train_batch_size=4", f"{ROLLOUT}.n=24", f"{ACTOR}.ppo_mini_batch_size=2",
+    ],
+}  # fmt: skip
+Scores = dict[int, float]
+
+
+def train(recipe: str, seed: int, out: str, steps: int, more: list[str]) -> dict[str, Any]:
+    from verl_omni.testing.local_trainer import local_config, local_trainer
+
+    run_dir = Path(out) / "runs" / f"{recipe}_{seed}".replace(" ", "_").replace(",", "")
+    seeds = ("trainer.seed", "data.seed", f"{ROLLOUT}.seed", f"{ACTOR}.engine.seed")
+    given = [
+        *quickstart_settings(Path(out)),
+        *RECIPES[recipe],
+        *(f"{key}={seed}" for key in seeds),
+        f"trainer.total_training_steps={steps}",
+        "trainer.save_freq=0",
+        "trainer.resume_mode=disable",
+        "trainer.logger=[jsonl]",
+        f"trainer.default_local_dir={run_dir}",
+        *more,
+    ]
+    shutil.rmtree(run_dir, ignore_errors=True)
+    local_trainer(local_config(given)).fit()
+    found = curve(run_dir)
+    scores = {step: round(score, 4) for step, (score, _, _) in found.items()}
+    return {"recipe": recipe, "seed": seed, "settings": more, "scores": scores, "seconds": found[max(found)][2]}
+
+
+def run(recipes: list[str], seeds: list[int], options: argparse.Namespace, more: list[str]) -> dict[str, list[Scores]]:
+    jobs, files = [], {}
+    for recipe in recipes:
+        for seed in seeds:
+            name = f"{recipe}_seed{seed}".replace(" ", "_").replace(",", "")
+            files[recipe, seed] = options.out / f"{name}.json"
+            given = (recipe, seed, str(options.out), options.steps, more)
+            jobs.append(Job(files[recipe, seed], train, given))
+    failed = run_all(jobs, options.parallel)
+    if failed:
+        sys.exit(f"error: failed, and their .log files say why: {', '.join(map(str, failed))}")
+    found: dict[str, list[Scores]] = {}
+    for (recipe, _), file in files.items():
+        told = json.loads(file.read_text())["scores"]
+        found.setdefault(recipe, []).append({int(step): score for step, score in told.items()})
+    return found
+
+
+def table(found: dict[str, list[Scores]]) -> str:
+    """A line for each recipe: the mean score at each validation, the last ones, and how far below the best they are."""
+    steps = list(next(iter(found.values()))[0])
+    heads = ["recipe", *map(str, steps[:-1]), f"{steps[-1]} steps, each seed", "mean", "most below its best"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for recipe, runs in found.items():
+        last = [scores[steps[-1]] for scores in runs]
+        below = max(max(scores.values()) - scores[steps[-1]] for scores in runs)
+        means = [f"{fmean(scores[step] for scores in runs):.3f}" for step in steps[:-1]]
+        cells = [recipe, *means, " ".join(f"{score:.3f}" for score in last), f"{fmean(last):.3f}", f"{below:.3f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def best(found: dict[str, list[Scores]]) -> str:
+    """The recipe that ends highest on average."""
+    return max(found, key=lambda recipe: fmean(scores[max(scores)] for scores in found[recipe]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--choose", nargs="*", type=int, default=[10, 11], help="seeds to choose a recipe on")
+    parser.add_argument("--show", nargs="*", type=int, default=[0, 1, 2, 3, 4], help="seeds to show the chosen one on")
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=list(RECIPES))
+    parser.add_argument("--parallel", type=int, default=1, help="runs at once (%(default)s)")
+    parser.add_argument("--steps", type=int, default=50, help="of each run (%(default)s)")
+    options, more = parser.parse_known_args()
+    from verl_omni.quickstart.data import write_data
+
+    write_data(options.out)
+    import_everything()
+    chosen = options.recipes[-1]
+    if options.choose:
+        found = run(options.recipes, options.choose, options, more)
+        chosen = best(found)
+        print(f"{table(found)}\n\nchosen: {chosen}\n", flush=True)
+    if options.show:
+        print(table(run(list(dict.fromkeys([SHIPPED, chosen])), options.show, options, more)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""What learns fastest? Algorithms side by side on a task: score against images drawn and against seconds.
+
+    python -m verl_omni.tasks make scenes outputs/scenes
+    python -m benchmarks.learning scenes --model outputs/scenes --out benchmarks/curves/scenes --parallel 8
+    python -m benchmarks.learning scenes --out benchmarks/curves/scenes --table --figure docs/learning.svg
+
+Every run is the real trainer's step with the task's recipe and the settings of RUNS, so many runs at once on one card,
+each for so many seconds of training (validation is not counted). A run's curve is a small JSON file; runs whose file is
+there are not repeated, so a later call adds to them. `--alone` takes a few steps of each algorithm without neighbours,
+for its seconds a step. Further arguments are overrides of the recipe.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from benchmarks.compare_algorithms import ACTOR, ALGORITHMS, ROLLOUT
+from benchmarks.local_runs import Job, import_everything, run_all
+from benchmarks.staleness import typed
+
+RUNS = ALGORITHMS | {
+    "flow_grpo filtered": ("flow_grpo", ["algorithm.filter_groups.enable=true"]),
+    "tempflow_grpo branching": ("tempflow_grpo", [f"{ROLLOUT}.algo.branches=4"]),
+    "diffusion_nft pool": (
+        "diffusion_nft",
+        [*ALGORITHMS["diffusion_nft"][1], f"{ROLLOUT}.pool.size=48", f"{ROLLOUT}.pool.num_inference_steps=4"],
+    ),
+}
+
+
+def settings(task: str, model: Path, algorithm: str, seed: int, lr: float, more: list[str]) -> list[str]:
+    """Overrides that make the run. Validation draws the same images for every seed."""
+    from omegaconf import OmegaConf
+
+    from verl_omni import tasks
+
+    recipe = OmegaConf.to_container(OmegaConf.load(Path(tasks.__file__).with_name(f"{task}.yaml")))
+    del recipe["defaults"], recipe["recipe"]
+    name, particular = RUNS[algorithm]
+    seeds = ("trainer.seed", "data.seed", f"{ROLLOUT}.seed", f"{ACTOR}.engine.seed")
+    return [
+        *typed(recipe),
+        f"actor_rollout_ref.model.path={model / 'model'}",
+        f"data.train_files={model / 'train.jsonl'}",
+        f"data.val_files={model / 'val.jsonl'}",
+        f"actor_rollout_ref.model.algorithm={name}",
+        *particular,
+        *(f"{key}={seed}" for key in seeds),
+        f"{ACTOR}.optim.lr={lr}",
+        "trainer.total_training_steps=100000",
+        "trainer.log_train_groups=0",
+        "trainer.resume_mode=disable",
+        "trainer.logger=[jsonl]",
+        *more,
+    ]
+
+
+def learn(task: str, given: list[str], folder: str, seconds: float, every: float, most_steps: int) -> dict[str, Any]:
+    """Train for so long, validating every so many seconds of training: the curve."""
+    from verl_omni.tasks import find_task
+    from verl_omni.testing.local_trainer import local_config, local_trainer
+
+    run_dir = Path(folder)
+    trainer = local_trainer(local_config([*given, f"trainer.default_local_dir={run_dir}"]))
+    pace, n = trainer.new_pace(), trainer.config.actor_rollout_ref.rollout.n
+    points, steps, images, trained = [], [], 0, 0.0
+    while True:
+        done = trained >= seconds or trainer.global_step >= most_steps
+        if done or trained >= every * len(points):
+            trainer.validate()
+            kept = run_dir / "validation" / f"step_{trainer.global_step}"
+            told = look_back(find_task(task), kept)
+            points.append({"step": trainer.global_step, "images": images, "seconds": round(trained, 2), **told})
+            print(points[-1], flush=True)
+            shutil.rmtree(kept)
+        if done:
+            break
+        began = time.perf_counter()
+        batch, metrics = trainer.training_step(pace, {})
+        took = time.perf_counter() - began
+        trainer.global_step += 1
+        trained += took
+        drawn = metrics.get("filter_groups/drawn", 0) * n or len(batch)
+        images += int(drawn + metrics.get("pool/drawn", 0))
+        steps.append([round(took, 3), round(batch.batch["rm_scores"].nanmean().item(), 4)])
+    return {"points": points, "steps": steps, "device": device_name()}
+
+
+def device_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
+def look_back(task: Any, folder: Path) -> dict[str, Any]:
+    """Of a validation's images: the score, by tag where there are tags, a second score, and how much images of a prompt
+    differ."""
+    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    counted, second, by_tag = [], [], {}
+    pictures: dict[str, list] = {}
+    for row in rows:
+        told = row["reward_extra_info"]
+        counted.append(told.get(task.COUNTED, row["score"]))
+        second.append(told[task.SECOND])
+        by_tag.setdefault(told.get("tag", "all"), []).append(counted[-1])
+        pictures.setdefault(row["prompt"], []).append(folder / row["image"])
+    tags = {tag: round(fmean(values), 4) for tag, values in by_tag.items()}
+    return {
+        "score": round(fmean(tags.values()), 4),
+        **({"tags": tags} if len(tags) > 1 else {}),
+        "reward": round(fmean(row["score"] for row in rows), 4),
+        "second": round(fmean(second), 4),
+        "diversity": round(diversity(pictures), 4),
+    }
+
+
+def diversity(pictures: dict[str, list[Path]]) -> float:
+    """Mean distance of two images of a prompt: root of the mean squared difference of their pixels, seen coarsely."""
+    import numpy as np
+    from PIL import Image
+
+    distances = []
+    for files in pictures.values():
+        seen = [np.asarray(Image.open(file).convert("RGB").reduce(4), np.float64) / 255 for file in files]
+        distances += [np.sqrt(((a - b) ** 2).mean()) for i, a in enumerate(seen) for b in seen[:i]]
+    return float(np.mean(distances))
+
+
+def seconds_alone(task: str, given: list[str], folder: str, steps: int) -> dict[str, Any]:
+    """Of a step with no neighbours: the median without the first two."""
+    curve = learn(task, given, folder, float("inf"), float("inf"), steps)
+    return {"seconds": round(median(took for took, _ in curve["steps"][2:]), 3), "device": curve["device"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=["scenes", "words"])
+    parser.add_argument("--model", type=Path, help="folder that `python -m verl_omni.tasks make` has written")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the curves")
+    parser.add_argument("--algorithms", nargs="+", default=list(RUNS), choices=list(RUNS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--lr", nargs="+", type=float, default=[2e-4], help="learning rates, each of which is tried")
+    parser.add_argument("--parallel", type=int, default=1, help="runs at once (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=150, help="of training, each run (%(default)s)")
+    parser.add_argument("--every", type=float, default=10, help="seconds between validations (%(default)s)")
+    parser.add_argument("--steps", type=int, default=10**6, help="a run ends after so many (%(default)s)")
+    parser.add_argument("--alone", action="store_true", help="a few steps of each algorithm, one after the other")
+    parser.add_argument("--table", action="store_true", help="run nothing; print the table of what is there")
+    parser.add_argument("--figure", type=Path, help="with --table: an SVG to write")
+    options, more = parser.parse_known_args()
+    if options.table:
+        from benchmarks.learning_table import figure, read_curves, table
+
+        curves = read_curves(options.out)
+        print(table(curves))
+        if options.figure:
+            options.figure.write_text(figure(curves))
+        return
+    if options.model is None:
+        parser.error("--model is needed: python -m verl_omni.tasks make scenes FOLDER")
+    import_everything()
+    scratch = options.out / "runs"
+    jobs = []
+    for seed in options.seeds[: 1 if options.alone else None]:
+        for lr in options.lr[: 1 if options.alone else None]:
+            for algorithm in options.algorithms:
+                given = settings(options.task, options.model, algorithm, seed, lr, more)
+                name = f"{algorithm.replace(' ', '_')}_lr{lr:g}_seed{seed}"
+                folder = str(scratch / name)
+                if options.alone:
+                    work, told = seconds_alone, (options.task, given, folder, 6)
+                    jobs.append(Job(options.out / "alone" / f"{name}.json", work, told))
+                else:
+                    what = {"task": options.task, "algorithm": algorithm, "lr": lr, "seed": seed, "settings": more}
+                    what["parallel"] = options.parallel
+                    told = (what, given, folder, options.seconds, options.every, options.steps)
+                    jobs.append(Job(options.out / f"{name}.json", curve_of, told))
+    failed = run_all(jobs, 1 if options.alone else options.parallel)
+    shutil.rmtree(scratch, ignore_errors=True)
+    if failed:
+        sys.exit(f"error: failed, and their .log files say why: {', '.join(map(str, failed))}")
+
+
+def curve_of(what: dict[str, Any], given: list[str], folder: str, *limits: Any) -> dict[str, Any]:
+    return {**what, **learn(what["task"], given, folder, *limits)}
+
+
+if __name__ == "__main__":
+    main()

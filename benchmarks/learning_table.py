@@ -1,0 +1,136 @@
+"""The table and the figure of `benchmarks.learning`, from the curves that its runs have left."""
+
+import json
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+Curve = dict[str, Any]
+YARDSTICK = "flow_grpo"
+LEVELS = (0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
+INKS = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#66a61e", "#e6ab02", "#a6761d", "#666666")
+# What the authors of each say of their own, on large models and tasks of their own choice.
+CLAIMS = {
+    "flow_grpo": "GenEval .63 → .95",
+    "mix_grpo": "half of DanceGRPO's time",
+    "diffusion_nft": "up to 25 × flow_grpo",
+    "awm": "up to 24 × flow_grpo",
+    "dgpo": "near 30 × flow_grpo",
+}
+
+
+def read_curves(folder: Path) -> dict[str, list[Curve]]:
+    """By algorithm, the runs with the learning rate that ended highest among those tried."""
+    tried: dict[str, dict[float, list[Curve]]] = {}
+    for file in sorted(folder.glob("*.json")):
+        curve = json.loads(file.read_text())
+        tried.setdefault(curve["algorithm"], {}).setdefault(curve["lr"], []).append(curve)
+    return {name: max(rates.values(), key=lambda runs: fmean(map(ending, runs))) for name, rates in tried.items()}
+
+
+def ending(curve: Curve) -> float:
+    """The mean of the last two validations: one alone swings."""
+    return fmean(point["score"] for point in curve["points"][-2:])
+
+
+def at(curve: Curve, axis: str, place: float, what: str = "score") -> float | None:
+    """What is on the curve there, between the two nearest points; None beyond its end."""
+    points = curve["points"]
+    for before, after in zip(points, points[1:], strict=False):
+        if before[axis] <= place <= after[axis]:
+            share = (place - before[axis]) / max(after[axis] - before[axis], 1e-9)
+            return before[what] + share * (after[what] - before[what])
+    return None
+
+
+def mean_at(runs: list[Curve], axis: str, place: float) -> float | None:
+    scores = [at(run, axis, place) for run in runs]
+    return None if None in scores else fmean(scores)
+
+
+def time_to(runs: list[Curve], level: float, axis: str = "seconds") -> float | None:
+    """Where the mean of the runs is that high for the first time."""
+    last = min(run["points"][-1][axis] for run in runs)
+    for i in range(401):
+        if (mean_at(runs, axis, last * i / 400) or 0) >= level:
+            return last * i / 400
+    return None
+
+
+def table(curves: dict[str, list[Curve]]) -> str:
+    """A line for each algorithm, the best first."""
+    own = curves.get(YARDSTICK) or next(iter(curves.values()))
+    images = min(run["points"][-1]["images"] for run in own) / 2
+    seconds = min(run["points"][-1]["seconds"] for runs in curves.values() for run in runs)
+    levels = [level for level in LEVELS if time_to(own, level) is not None][-2:]
+    heads = ["algorithm", "lr", "seeds", "start", "end (lowest to highest)", f"at {images:.0f} images"]
+    heads += [f"at {seconds:.0f} s", *(f"time to {level:g}" for level in levels)]
+    heads += ["second reward", "diversity", "its authors' claim"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name, runs in sorted(curves.items(), key=lambda item: -fmean(map(ending, item[1]))):
+        ends = [ending(run) for run in runs]
+        start = fmean(run["points"][0]["score"] for run in runs)
+        cells = [f"`{name}`", f"{runs[0]['lr']:g}", f"{len(runs)}", shown(start)]
+        cells += [f"{shown(fmean(ends))} ({shown(min(ends))} to {shown(max(ends))})"]
+        cells += [shown(mean_at(runs, "images", images)), shown(mean_at(runs, "seconds", seconds))]
+        cells += [relative(time_to(own, level), time_to(runs, level)) for level in levels]
+        for what in ("second", "diversity"):
+            first, last = (fmean(run["points"][i][what] for run in runs) for i in (0, -1))
+            cells.append(f"{shown(first)} → {shown(last)}")
+        lines.append(f"| {' | '.join([*cells, CLAIMS.get(name, '')])} |")
+    return "\n".join(lines)
+
+
+def shown(score: float | None) -> str:
+    return "" if score is None else f"{score:.3f}".removeprefix("0")
+
+
+def relative(own: float, others: float | None) -> str:
+    """So many seconds, and how many times as fast as the yardstick."""
+    if others is None:
+        return "not reached"
+    return f"{others:.0f} s ({own / others:.2g} ×)" if others else "0 s"
+
+
+def figure(curves: dict[str, list[Curve]], width: int = 860, height: int = 460) -> str:
+    """An SVG: the mean score of each algorithm against seconds of training."""
+    left, right, top, bottom = 50, 190, 20, 45
+    ends = {name: min(run["points"][-1]["seconds"] for run in runs) for name, runs in curves.items()}
+    scores = [point["score"] for runs in curves.values() for run in runs for point in run["points"]]
+    low, high, last = min(scores) - 0.02, min(1.0, max(scores) + 0.02), max(ends.values())
+
+    def place(seconds: float, score: float) -> str:
+        x = left + seconds / last * (width - left - right)
+        return f"{x:.1f},{top + (high - score) / (high - low) * (height - top - bottom):.1f}"
+
+    parts = [f'<rect width="{width}" height="{height}" fill="#fff"/>']
+    for i in range(5):
+        score, seconds = low + (high - low) * i / 4, last * i / 4
+        x, y = place(seconds, score).split(",")
+        parts.append(f'<path d="M{left},{y}H{width - right}" stroke="#ddd"/>')
+        parts.append(_text(left - 6, float(y) + 4, f"{score:.2f}", "end"))
+        parts.append(_text(float(x), height - bottom + 18, f"{seconds:.0f}", "middle"))
+    parts.append(_text((left + width - right) / 2, height - 8, "seconds of training", "middle"))
+    order = sorted(curves, key=lambda name: -fmean(map(ending, curves[name])))
+    for number, name in enumerate(order):
+        runs, ink, dash = curves[name], INKS[number % len(INKS)], "" if number < len(INKS) else "5,3"
+        grid = [ends[name] * i / 60 for i in range(61)]
+        line = " ".join(place(s, mean_at(runs, "seconds", s)) for s in grid)
+        style = f'fill="none" stroke="{ink}" stroke-width="2" stroke-dasharray="{dash}"'
+        parts.append(f'<polyline points="{line}" {style}/>')
+        y = top + 12 + 20 * number
+        parts.append(f'<path d="M{width - right + 12},{y - 4}h24" {style}/>')
+        parts.append(_text(width - right + 42, y, name, "start"))
+    return _svg(parts, width, height)
+
+
+def _text(x: float, y: float, words: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def _svg(parts: Iterable[str], width: int, height: int) -> str:
+    style = 'font-family="sans-serif" font-size="12" fill="#333"'
+    opening = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" {style}>'
+    return "\n".join([opening, *parts, "</svg>"]) + "\n"

@@ -1,0 +1,68 @@
+"""Many runs at once on one machine, each in a process of its own without Ray, all forked from one that has imported."""
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FORK = multiprocessing.get_context("fork")
+
+
+@dataclass(frozen=True)
+class Job:
+    """`work(*given)` returns what is written as JSON to `file`; what it prints goes to a .log beside that."""
+
+    file: Path
+    work: Callable[..., dict[str, Any]]
+    given: tuple[Any, ...]
+
+
+def import_everything() -> None:
+    """Once, for all runs. No fork may find CUDA in use, or threads."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asks the driver whether there is a GPU, and leaves it alone
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import verl_omni.testing.local_trainer  # noqa: F401
+    from verl_omni.perf import flops
+
+    flops.PEAKS.clear()  # FLOP rates are not shown, and each run would wait for them to be counted
+
+
+def run_all(jobs: list[Job], parallel: int) -> list[Path]:
+    """Those that are not there yet, so many at a time; one that fails leaves the others alone. Returns the failed."""
+    waiting = [job for job in jobs if not job.file.exists()]
+    running: dict[Any, Job] = {}
+    failed = []
+    while waiting or running:
+        while waiting and len(running) < parallel:
+            job = waiting.pop(0)
+            job.file.parent.mkdir(parents=True, exist_ok=True)
+            process = FORK.Process(target=_work, args=(job,))
+            process.start()
+            running[process] = job
+        time.sleep(0.2)
+        for process in [process for process in running if not process.is_alive()]:
+            job = running.pop(process)
+            if process.exitcode:
+                failed.append(job.file)
+            print(f"{job.file.stem}: {'failed' if process.exitcode else 'done'}", file=sys.stderr, flush=True)
+    return failed
+
+
+def _work(job: Job) -> None:
+    log = os.open(job.file.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    told = job.work(*job.given)
+    unfinished = job.file.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(told) + "\n")
+    unfinished.replace(job.file)
+    sys.stdout.flush()
+    os._exit(0)  # a trainer's threads would be waited for

@@ -1,0 +1,63 @@
+"""The table and the figure of learning, from curves whose answers are known."""
+
+import json
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from benchmarks.endings import best
+from benchmarks.endings import table as table_of_endings
+from benchmarks.learning_table import at, ending, figure, mean_at, read_curves, table, time_to
+
+
+def curve(algorithm, slope, seed=0, lr=1e-4):
+    points = [
+        {"step": i, "images": 100 * i, "seconds": 10.0 * i, "score": 0.6 + slope * i, "second": 1 - 0.1 * i,
+         "diversity": 0.2, "reward": 0.5}
+        for i in range(4)
+    ]  # fmt: skip
+    return {"algorithm": algorithm, "lr": lr, "seed": seed, "points": points}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    given = [curve("flow_grpo", 0.05), curve("awm", 0.1), curve("awm", 0.08, 1), curve("awm", 0.01, lr=1e-3)]
+    for i, one in enumerate(given):
+        (tmp_path / f"{i}.json").write_text(json.dumps(one))
+    return tmp_path
+
+
+def test_of_each_algorithm_the_best_learning_rate_counts(folder):
+    curves = read_curves(folder)
+    assert [run["seed"] for run in curves["awm"]] == [0, 1] and curves["awm"][0]["lr"] == 1e-4
+
+
+def test_between_two_validations_the_curve_is_straight(folder):
+    run = curve("awm", 0.1)
+    assert at(run, "seconds", 15.0) == pytest.approx(0.75) and at(run, "images", 301) is None
+    assert ending(run) == pytest.approx(0.85)
+    assert mean_at([run, curve("awm", 0.0)], "images", 100) == pytest.approx(0.65)
+    assert time_to([run], 0.75) == pytest.approx(15, abs=0.1) and time_to([run], 0.95) is None
+
+
+def test_the_table_says_how_many_times_as_fast(folder):
+    lines = table(read_curves(folder)).splitlines()
+    assert "| time to 0.7 | time to 0.75 |" in lines[0] and "0.8 |" not in lines[0]
+    assert lines[2].startswith("| `awm` | 0.0001 | 2 | .600 | .825 (.800 to .850) |")
+    assert "(1.8 ×)" in lines[2] and lines[3].startswith("| `flow_grpo`") and "(1 ×)" in lines[3]
+    assert "1.000 → .700" in lines[2]
+
+
+def test_the_figure_has_a_line_for_each(folder):
+    root = ET.fromstring(figure(read_curves(folder)))
+    lines = root.findall("{http://www.w3.org/2000/svg}polyline")
+    assert len(lines) == 2 and {"awm", "flow_grpo"} <= {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")}
+
+
+def test_of_the_endings_the_highest_is_chosen_and_its_fall_is_told():
+    found = {"a": [{0: 0.4, 10: 0.8, 20: 0.7}, {0: 0.4, 10: 0.6, 20: 0.72}], "b": [{0: 0.4, 10: 0.7, 20: 0.75}] * 2}
+    assert best(found) == "b"
+    assert table_of_endings(found).splitlines()[2:] == [
+        "| a | 0.400 | 0.700 | 0.700 0.720 | 0.710 | 0.100 |",
+        "| b | 0.400 | 0.700 | 0.750 0.750 | 0.750 | 0.000 |",
+    ]

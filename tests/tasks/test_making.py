@@ -1,0 +1,39 @@
+"""A generator is made for a task, and a run learns on it: on a CPU, in miniature."""
+
+import json
+
+import pytest
+
+from benchmarks.learning import learn, settings
+from verl_omni.tasks import find_task
+from verl_omni.tasks.generator import SMALL, make_generator
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place, task = tmp_path_factory.mktemp("scenes"), find_task("scenes")
+    make_generator(task, place / "model", SMALL, seconds=60, target=0.6)
+    for split in ("train", "val"):
+        rows = task.rows(split)[:: 60 if split == "train" else 40]
+        (place / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return place
+
+
+def test_a_generator_says_how_it_was_made(folder):
+    made = json.loads((folder / "model/recipe.json").read_text())
+    assert made["task"] == "scenes" and made["step"] == SMALL.steps and 0 <= made["score"] < 0.6
+    with pytest.raises(FileExistsError, match="choose another folder"):
+        make_generator(find_task("scenes"), folder / "model", SMALL, 60, 0.6)
+
+
+def test_a_run_leaves_its_curve(folder, tmp_path):
+    little = [
+        "data.train_batch_size=2", "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+        "actor_rollout_ref.rollout.pipeline.num_inference_steps=2",
+    ]  # fmt: skip
+    given = settings("scenes", folder, "flow_grpo", 0, 1e-4, little)
+    curve = learn("scenes", given, str(tmp_path / "run"), seconds=60.0, every=1e-9, most_steps=1)
+    first, last = curve["points"]
+    assert (first["images"], last["images"], len(curve["steps"])) == (0, 4, 1)
+    assert set(last["tags"]) == set(first["tags"]) and 0 <= last["score"] <= 1 and last["diversity"] > 0
+    json.dumps(curve)

@@ -1,0 +1,49 @@
+"""Make all that a task needs: prompts, and a generator that is trained from scratch.
+
+    python -m verl_omni.tasks make scenes FOLDER [--seconds 150] [--target 0.6]     # minutes on one GPU
+    python -m verl_omni.tasks make scenes FOLDER --small                            # on a CPU: it learns nothing
+
+The last line is the command that trains it.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+TASKS = ("scenes", "words")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        "python -m verl_omni.tasks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["make"])
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("folder", type=Path, help="folder to write: model/, train.jsonl, val.jsonl")
+    parser.add_argument("--seconds", type=float, default=150, help="training ends after so long (%(default)s)")
+    parser.add_argument("--target", type=float, default=0.6, help="or when so much is drawn right (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of data and weights (%(default)s)")
+    parser.add_argument("--small", action="store_true", help="a generator that a CPU trains in seconds")
+    options = parser.parse_args()
+
+    from verl_omni.tasks import find_task
+    from verl_omni.tasks.generator import SMALL, Size, make_generator
+
+    task, size = find_task(options.task), SMALL if options.small else Size()
+    try:
+        make_generator(task, options.folder / "model", size, options.seconds, options.target, options.seed)
+    except FileExistsError as error:
+        sys.exit(f"error: {error}")
+    for split in ("train", "val"):
+        lines = [json.dumps(row) + "\n" for row in task.rows(split)]
+        (options.folder / f"{split}.jsonl").write_text("".join(lines))
+    recipe = Path(__file__).with_name(f"{options.task}.yaml")
+    print(
+        f"verl-omni train {recipe} actor_rollout_ref.model.path={options.folder}/model "
+        f"data.train_files={options.folder}/train.jsonl data.val_files={options.folder}/val.jsonl"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""A small Qwen-Image for a task, trained from scratch on pictures that the task draws, until it scores as it should.
+
+All parts are diffusers' and transformers' own classes; the text encoder keeps its random weights, which are enough to
+tell words apart. Training ends early on purpose: what the generator cannot draw yet is left for reinforcement learning.
+"""
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from verl_omni.pipelines.single_frame_vae import speed_up_single_frames
+from verl_omni.quickstart.checkpoint import Recipe, encode, take_step, train_vae
+from verl_omni.testing.tiny_random import QWEN_IMAGE_PREFIX
+from verl_omni.testing.tiny_text import qwen_text_encoder, qwen_tokenizer
+
+if TYPE_CHECKING:
+    from diffusers import QwenImagePipeline
+
+LATENT_CHANNELS = 8
+HEAD = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """How large a generator is, and how long it is trained."""
+
+    layers: int = 5
+    heads: int = 6
+    text_width: int = 128
+    vae_width: int = 16
+    pictures: int = 60_000
+    vae_steps: int = 1500
+    vae_batch: int = 64
+    vae_lr: float = 2e-3
+    batch: int = 384
+    lr: float = 7e-4
+    warmup: int = 200
+    steps: int = 30_000
+    score_every: int = 500
+    score_pictures: int = 192
+
+
+# To try the script on a CPU: it learns next to nothing.
+SMALL = Size(1, 2, 32, 4, 64, 10, 4, 5e-3, 8, 1e-3, 2, 4, 2, 6)
+
+
+def make_generator(task: ModuleType, out: Path, size: Size, seconds: float, target: float, seed: int = 0) -> Path:
+    """Train one into the folder `out`, until it scores `target` on prompts to train with or `seconds` have passed."""
+    if out.exists():
+        raise FileExistsError(f"{out} exists: choose another folder or remove it")
+    began = time.monotonic()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_float32_matmul_precision("high")  # the same as elsewhere on a CPU
+    torch.manual_seed(seed)
+    pictures, prompts = task.training_pictures(size.pictures, seed, device)
+    pipeline = untrained(task, size).to(device)
+    images = pictures[:, :, None].float() / 127.5 - 1
+    recipe = Recipe(vae_steps=size.vae_steps, vae_batch=size.vae_batch, vae_lr=size.vae_lr)
+    train_vae(speed_up_single_frames(pipeline.vae), images, recipe)
+    latents = encode(pipeline.vae, images)
+    print(f"{time.monotonic() - began:.0f} s: the VAE is trained", flush=True)
+
+    reached: dict[str, float] = {}
+
+    def enough(step: int) -> bool:
+        reached.update(step=step, score=score(pipeline, task, size.score_pictures, seed))
+        told = time.monotonic() - began
+        print(f"{told:.0f} s: step {step}, score {reached['score']:.3f}", flush=True)
+        return reached["score"] >= target or told > seconds
+
+    train_transformer(pipeline, latents, prompts, size, enough)
+    unfinished = out.with_name(f"{out.name}.unfinished-{os.getpid()}")
+    pipeline.to("cpu", torch.float16).save_pretrained(unfinished)
+    made = {"task": task.NAME, "seed": seed, **dataclasses.asdict(size), "target": target, **reached}
+    (unfinished / "recipe.json").write_text(json.dumps(made, indent=2) + "\n")
+    unfinished.rename(out)
+    return out
+
+
+def untrained(task: ModuleType, size: Size) -> "QwenImagePipeline":
+    from diffusers import (
+        AutoencoderKLQwenImage,
+        FlowMatchEulerDiscreteScheduler,
+        QwenImagePipeline,
+        QwenImageTransformer2DModel,
+    )
+
+    tokenizer = qwen_tokenizer([QWEN_IMAGE_PREFIX, "assistant\n", *task.known_texts()])
+    vae = AutoencoderKLQwenImage(
+        base_dim=size.vae_width,
+        z_dim=LATENT_CHANNELS,
+        dim_mult=[1, 2, 4],
+        num_res_blocks=1,
+        attn_scales=[],
+        temperal_downsample=[False, False],
+        latents_mean=[0.0] * LATENT_CHANNELS,
+        latents_std=[1.0] * LATENT_CHANNELS,
+    )
+    transformer = QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=4 * LATENT_CHANNELS,
+        out_channels=LATENT_CHANNELS,
+        num_layers=size.layers,
+        num_attention_heads=size.heads,
+        attention_head_dim=HEAD,
+        joint_attention_dim=size.text_width,
+        axes_dims_rope=(8, 12, 12),
+    )
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0, use_dynamic_shifting=False)
+    return QwenImagePipeline(scheduler, vae, qwen_text_encoder(tokenizer, size.text_width), tokenizer, transformer)
+
+
+def train_transformer(
+    pipeline: "QwenImagePipeline",
+    latents: torch.Tensor,
+    prompts: list[str],
+    size: Size,
+    enough: Callable[[int], bool],
+) -> None:
+    """Flow matching: from `x_t = (1 - t) x + t noise` predict `noise - x`, t uniform in [0, 1]."""
+    transformer, device = pipeline.transformer, latents.device
+    texts = list(dict.fromkeys(prompts))
+    with torch.no_grad():
+        embeds, mask = pipeline.encode_prompt(texts)
+    number = {text: i for i, text in enumerate(texts)}
+    text_of = torch.tensor([number[prompt] for prompt in prompts], device=device)
+    channels, _, height, width = latents.shape[1:]
+    clean = pipeline._pack_latents(latents, len(latents), channels, height, width)
+    shapes = [[(1, height // 2, width // 2)]] * size.batch
+    optimizer = torch.optim.AdamW(transformer.parameters(), size.lr, fused=device.type == "cuda")
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1, (i + 1) / size.warmup))
+    for step in range(1, size.steps + 1):
+        chosen = torch.randint(len(clean), (size.batch,), device=device)
+        x, text = clean[chosen], text_of[chosen]
+        noise, t = torch.randn_like(x), torch.rand(size.batch, device=device)
+        velocity = transformer(
+            hidden_states=torch.lerp(x, noise, t[:, None, None]),
+            timestep=t,
+            encoder_hidden_states=embeds[text],
+            encoder_hidden_states_mask=None if mask is None else mask[text],
+            img_shapes=shapes,
+            return_dict=False,
+        )[0]
+        take_step(transformer, optimizer, schedule, F.mse_loss(velocity, noise - x))
+        if step % size.score_every == 0 or step == size.steps:
+            if enough(step):
+                return
+
+
+@torch.no_grad()
+def score(pipeline: "QwenImagePipeline", task: ModuleType, count: int, seed: int) -> float:
+    """The mean score of pictures of prompts to train with, each once."""
+    rows = task.rows("train")[:: max(1, len(task.rows("train")) // count)][:count]
+    pipeline.set_progress_bar_config(disable=True)
+    pictures = pipeline(
+        [row["prompt"] for row in rows],
+        height=task.HEIGHT,
+        width=task.WIDTH,
+        num_inference_steps=task.NUM_INFERENCE_STEPS,
+        true_cfg_scale=1.0,
+        generator=torch.Generator().manual_seed(seed),
+        output_type="pt",
+    ).images
+    answers = task.score(list(pictures.cpu()), [row["reward_model"]["ground_truth"] for row in rows])
+    return fmean(answer[task.COUNTED] for answer in answers)
