@@ -102,7 +102,7 @@ def best(found: dict[str, list[Scores]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
-    parser.add_argument("--choose", nargs="*", type=int, default=[10, 11], help="seeds to choose a recipe on")
+    parser.add_argument("--choose", nargs="*", type=int, default=[10, 11], help="seeds to choose on; none: show all")
     parser.add_argument("--show", nargs="*", type=int, default=[0, 1, 2, 3, 4], help="seeds to show the chosen one on")
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=list(RECIPES))
     parser.add_argument("--parallel", type=int, default=1, help="runs at once (%(default)s)")
@@ -112,13 +112,13 @@ def main() -> None:
 
     write_data(options.out)
     import_everything()
-    chosen = options.recipes[-1]
+    shown = options.recipes
     if options.choose:
         found = run(options.recipes, options.choose, options, more)
-        chosen = best(found)
-        print(f"{table(found)}\n\nchosen: {chosen}\n", flush=True)
+        shown = [SHIPPED, best(found)]
+        print(f"{table(found)}\n\nchosen: {shown[-1]}\n", flush=True)
     if options.show:
-        print(table(run(list(dict.fromkeys([SHIPPED, chosen])), options.show, options, more)))
+        print(table(run(list(dict.fromkeys(shown)), options.show, options, more)))
 
 
 if __name__ == "__main__":

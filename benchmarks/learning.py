@@ -67,7 +67,7 @@ def learn(task: str, given: list[str], folder: str, seconds: float, every: float
 
     run_dir = Path(folder)
     trainer = local_trainer(local_config([*given, f"trainer.default_local_dir={run_dir}"]))
-    pace, n = trainer.new_pace(), trainer.config.actor_rollout_ref.rollout.n
+    trainer.pace, n = trainer.new_pace(), trainer.config.actor_rollout_ref.rollout.n
     points, steps, images, trained = [], [], 0, 0.0
     while True:
         done = trained >= seconds or trainer.global_step >= most_steps
@@ -78,10 +78,11 @@ def learn(task: str, given: list[str], folder: str, seconds: float, every: float
             points.append({"step": trainer.global_step, "images": images, "seconds": round(trained, 2), **told})
             print(points[-1], flush=True)
             shutil.rmtree(kept)
+            (run_dir / "so_far.json").write_text(json.dumps({"points": points, "steps": steps}))
         if done:
             break
         began = time.perf_counter()
-        batch, metrics = trainer.training_step(pace, {})
+        batch, metrics = trainer.training_step(trainer.pace, {})
         took = time.perf_counter() - began
         trainer.global_step += 1
         trained += took
