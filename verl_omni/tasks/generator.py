@@ -36,9 +36,9 @@ class Size:
     layers: int = 5
     heads: int = 6
     text_width: int = 128
-    vae_width: int = 16
+    vae_width: int = 8
     pictures: int = 60_000
-    vae_steps: int = 1500
+    vae_steps: int = 1200
     vae_batch: int = 64
     vae_lr: float = 2e-3
     batch: int = 384

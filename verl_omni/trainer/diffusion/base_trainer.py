@@ -17,7 +17,7 @@ from verl_omni.algorithms.registry import get_algorithm
 from verl_omni.data.prompt_loader import create_dataloader, create_val_dataloader, steps_for_epochs
 from verl_omni.report.timeline import Timeline
 from verl_omni.trainer.callbacks import Callback, Run, Step, UsersCallbacks
-from verl_omni.trainer.diffusion import after_step, ending, processes
+from verl_omni.trainer.diffusion import after_step, ending, processes, symptoms
 from verl_omni.trainer.diffusion.experience import Experience
 from verl_omni.trainer.diffusion.modes import PACES, Pace
 from verl_omni.trainer.diffusion.sampling import Sampling
@@ -170,6 +170,7 @@ class BaseRayDiffusionTrainer(Sampling):
             *([after_step.Waiting(self.layout.world, self.num_servers)] if self.pace.overlaps else []),
             ZeroGradients(),
             *([after_step.Validation(self.checkpoints, self.pace.settle, self._validate)] if self._validates else []),
+            symptoms.Symptoms(),
             after_step.Speed(self._devices),
             self.callbacks,
             after_step.Log(tracking, self.timeline),
