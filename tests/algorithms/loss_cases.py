@@ -86,6 +86,7 @@ def direct_preference_case(loss: str, seed: int = 0, **settings: Any) -> Case:
         "ref_velocity": velocity + 0.1 * normal(ROWS, *SHAPE),
         "ema_velocity": velocity + 0.1 * normal(ROWS, *SHAPE),
     }
+    data["teacher_velocity"] = velocity.detach() + 0.1 * normal(ROWS, *SHAPE)
     case = Case(loss, actor_config(**settings), {"velocity": velocity.requires_grad_()}, data, ("velocity",))
     if get_diffusion_loss_fn(loss).by_group:
         data |= grouped(case)

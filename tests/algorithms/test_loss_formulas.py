@@ -65,6 +65,11 @@ FORMULAS = {
         ROWS,
     ),
     "opd": (lambda: policy_gradient_case("opd"), cases.opd_row, ROWS),
+    "opd_forward": (
+        lambda: direct_preference_case("opd_forward"),
+        lambda m, d, i: ((m["velocity"][i] - d["teacher_velocity"][i]) ** 2).mean(),
+        ROWS,
+    ),
     "dpo": (
         lambda: direct_preference_case("dpo", extra={"beta": 30.0}),
         lambda m, d, i: cases.dpo_pair(m, d, i, 30.0),

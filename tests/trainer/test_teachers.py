@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from e2e_runs import metrics, run_here, settings
-from preference_cases import make_engine, weights
+from preference_cases import make_batch, make_engine, weights
 from ranks import start_ranks
 from safetensors.torch import load_file
 from test_refused_settings import refused
@@ -30,19 +30,20 @@ def lora(tmp_path_factory, process_group):
     return folder / "export"
 
 
-def opd(folder, teacher, *overrides: str) -> list[str]:
+def opd(folder, teacher, *overrides: str, algorithm: str = "opd") -> list[str]:
     return settings(
-        folder / "run", f"{MODEL}.algorithm=opd", f"{TEACHER}.path={teacher}", f"{MODEL}.lora_rank=4",
+        folder / "run", f"{MODEL}.algorithm={algorithm}", f"{TEACHER}.path={teacher}", f"{MODEL}.lora_rank=4",
         f"{MODEL}.lora_alpha=8", "actor_rollout_ref.actor.optim.lr=0.01", "data.val_files=null",
         "trainer.save_freq=1", *overrides,
     )  # fmt: skip
 
 
-def test_a_student_comes_closer_and_goes_on_bit_for_bit(tmp_path, monkeypatch, process_group, lora):
-    arguments = opd(tmp_path, lora)
+@pytest.mark.parametrize(("algorithm", "metric"), [("opd", "teacher_kl"), ("opd_forward", "teacher_distance")])
+def test_a_student_comes_closer_and_goes_on_bit_for_bit(tmp_path, monkeypatch, process_group, lora, algorithm, metric):
+    arguments = opd(tmp_path, lora, algorithm=algorithm)
     run_here(arguments, tmp_path, monkeypatch)
     told = metrics(tmp_path / "run")
-    distance = [told[step]["actor/teacher_kl"] for step in (1, 2, 3)]
+    distance = [told[step][f"actor/{metric}"] for step in (1, 2, 3)]
     assert 0 < distance[2] < distance[0]
     for step in (2, 3):
         shutil.rmtree(tmp_path / f"run/global_step_{step}")
@@ -73,6 +74,19 @@ def test_each_row_has_the_teacher_of_its_source(tmp_path, monkeypatch, process_g
     batch.non_tensor_batch["data_source"] = object_array(["a", "c"] * 4)
     with pytest.raises(ValueError, match="unknown data_source in actor_rollout_ref.actor.teacher.path .c."):
         both._taught(batch)
+
+
+def test_on_the_forward_process_too(process_group, lora, tmp_path):
+    engine = make_engine(tiny_checkpoint(), "awm", lora=True)
+    engine.save_checkpoint(str(tmp_path))
+    keep_teachers(engine, {"a": str(lora), "b": str(tmp_path / "export")})
+    with torch.no_grad():
+        for parameter in engine.policies.copies[teacher_name(0)].values():
+            parameter.mul_(1.5)
+    data = make_batch(engine) | {"teacher": torch.tensor([0, 1] * 3)}
+    data = engine.before_update(data, {"teacher_velocity": "teacher", "old_velocity": "current"})
+    apart = (data["teacher_velocity"] - data["old_velocity"]).flatten(1).abs().amax(dim=1)
+    assert (apart[1::2] < 1e-5).all() and (apart[::2] > 1e-4).all()
 
 
 def test_its_weights_are_those_of_the_folder(process_group, lora, tmp_path):
@@ -132,7 +146,8 @@ def test_what_cannot_teach_is_refused_in_one_line(tmp_path):
     same = f"{TEACHER}.path={tiny_checkpoint()}"
     assert "coef=2.0 has no effect" in refused(algorithm, same, f"{TEACHER}.coef=2.0")
     assert "has no effect with actor_rollout_ref.actor.teacher.path=null" in refused(f"{TEACHER}.coef=2.0")
-    assert "algorithm.trainer_type=policy_gradient" in refused(f"{MODEL}.algorithm=awm", same)
+    assert "asks no teacher" in refused(f"{MODEL}.algorithm=awm", same)
+    assert f"set {TEACHER}.path to the folder" in refused(f"{MODEL}.algorithm=opd_forward")
     other = tmp_path / "other"
     shutil.copytree(tiny_checkpoint(), other)
     scheduler = other / "scheduler/scheduler_config.json"

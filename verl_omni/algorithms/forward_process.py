@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from verl_omni.config import DiffusionActorConfig
 
+TEACHER = "teacher"  # the policy that stands for each row's own one
 SIGMA_DISTRIBUTIONS = ("uniform", "logit_normal", "rollout")
 
 
@@ -49,12 +50,14 @@ def group_share(uids: Sequence[str]) -> torch.Tensor:
 def anchor_policies(algorithm: str, config: "DiffusionActorConfig") -> dict[str, str]:
     """The velocities of other policies that the loss asks for, and whose they are.
 
-    ``old_velocity`` is of the policy that made the samples, ``ema_velocity`` of the slowly following one.
+    ``old_velocity`` is of the policy that made the samples, ``ema_velocity`` of the slowly following one,
+    ``teacher_velocity`` of the teacher of a row's data_source.
     """
     policies = {
         "old_velocity": get_algorithm(algorithm).rollout_policy,
         "ref_velocity": "reference",
         "ema_velocity": "old",
+        "teacher_velocity": TEACHER,
     }
     needed = get_diffusion_loss_fn(config.diffusion_loss.loss_mode).data_keys(config)
     return {key: policy for key, policy in policies.items() if key in needed}

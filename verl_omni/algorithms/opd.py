@@ -4,6 +4,9 @@ The loss is the KL divergence between the two Gaussian steps, of student and tea
 student took. No reward is in it; rewards are still computed, and shown. `actor.teacher.path` names the teacher, or one
 for each data_source. Beside the loss of another policy-gradient algorithm the same distance is added with the weight
 `actor.teacher.coef`.
+
+`opd_forward` compares velocities on the student's own images, noised again: no step need be stochastic, and an image is
+trained at as few noise levels as one likes.
 """
 
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import torch
 
 from verl_omni.algorithms.base import DiffusionLossFn, per_row, row_mean
+from verl_omni.algorithms.forward_process import velocity_distance
 from verl_omni.algorithms.registry import Algorithm, register_algorithm, register_diffusion_loss
 
 register_algorithm(
@@ -18,6 +22,14 @@ register_algorithm(
         name="opd",
         loss="opd",
         description="On-policy distillation: the student's own steps towards a frozen teacher's",
+    )
+)
+register_algorithm(
+    Algorithm(
+        name="opd_forward",
+        loss="opd_forward",
+        trainer_type="direct_preference",
+        description="The same on the forward process: towards a frozen teacher's velocities on the student's images",
     )
 )
 
@@ -44,3 +56,20 @@ class OPDLoss(DiffusionLossFn):
         std = per_row(std_dev_t, len(squared)) * per_row(sqrt_dt, len(squared))
         loss = (squared / (2 * std**2)).mean()
         return loss, {"teacher_kl": loss.detach()}
+
+
+@register_diffusion_loss("opd_forward")
+class ForwardOPDLoss(DiffusionLossFn):
+    """Squared distance from the teacher's velocities."""
+
+    required_model_output_keys = ("velocity",)
+    required_data_keys = ("clean_latents", "noise", "teacher_velocity")
+    defaults = {}
+
+    @classmethod
+    def compute_loss(
+        cls, *, velocity: torch.Tensor, teacher_velocity: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """``mean(mean((v - v_T)²))``. Velocities are (B, ...)."""
+        loss = velocity_distance(velocity, teacher_velocity).mean()
+        return loss, {"teacher_distance": loss.detach()}

@@ -164,11 +164,10 @@ class TeacherConfig:
         None,
         "folder of the teacher: LoRA weights for LoRA training, else a model or an export; {data_source: folder} for "
         "several",
-        needs="algorithm.trainer_type=policy_gradient",
     )
     coef: float | None = knob(
         None,
-        "beside the loss of another algorithm than opd: weight of the divergence from the teacher; null: 1",
+        "beside a policy-gradient loss other than opd: weight of the divergence from the teacher; null: 1",
         least=0,
         needs=TEACHER,
     )

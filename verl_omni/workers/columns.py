@@ -58,6 +58,7 @@ DECLARED = {
         Column("old_velocity", "worker", "loss", per="level", large=True),
         Column("ref_velocity", "worker", "loss", per="level", large=True),
         Column("ema_velocity", "worker", "loss", per="level", large=True),
+        Column("teacher_velocity", "worker", "loss", per="level", large=True),
         # noise levels of clean samples
         Column("clean_latents", "data or rollout", "replay", large=True),
         Column("sigma", "trainer", "replay", per="level"),

@@ -21,7 +21,13 @@ def check_teacher(settings: DiffusionTrainerConfig) -> None:
 
     arr = settings.actor_rollout_ref
     teacher, loss = arr.actor.teacher, arr.actor.diffusion_loss.loss_mode
-    alone = "teacher_prev_sample_mean" in get_diffusion_loss_fn(loss).data_keys(arr.actor)
+    keys = get_diffusion_loss_fn(loss).data_keys(arr.actor)
+    alone = any(key.startswith("teacher_") for key in keys)
+    if teacher.path is not None and settings.algorithm.trainer_type == "direct_preference" and not alone:
+        raise ValueError(
+            f'{WHERE}.path={teacher.path} has no effect: loss "{loss}" asks no teacher; on the forward process '
+            "actor_rollout_ref.model.algorithm=opd_forward does"
+        )
     if alone and teacher.path is None:
         raise ValueError(f'loss "{loss}" learns from a teacher: set {WHERE}.path to the folder of its weights')
     if alone and teacher.coef is not None:

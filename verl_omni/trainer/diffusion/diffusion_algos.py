@@ -26,7 +26,7 @@ from verl_omni.algorithms.flow_grpo import FlowGRPOLoss
 from verl_omni.algorithms.grpo_guard import GRPOGuardLoss
 from verl_omni.algorithms.kl import KLLoss
 from verl_omni.algorithms.old_policy import OLD_POLICY_DECAY_SCHEDULES, old_policy_decay
-from verl_omni.algorithms.opd import OPDLoss
+from verl_omni.algorithms.opd import ForwardOPDLoss, OPDLoss
 from verl_omni.algorithms.tempflow_grpo import TempFlowGRPOLoss
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "FlashGRPOLoss",
     "FlowDPPOLoss",
     "FlowGRPOLoss",
+    "ForwardOPDLoss",
     "GRPOGuardLoss",
     "KLLoss",
     "OLD_POLICY_DECAY_SCHEDULES",

@@ -22,6 +22,7 @@ from verl_omni.trainer.diffusion.ordering import deal_units
 from verl_omni.trainer.progress import timer
 from verl_omni.utils.arrays import object_array
 from verl_omni.workers import columns
+from verl_omni.workers.engine.teachers import number_teachers
 from verl_omni.workers.rollout.trajectories import COLUMN
 
 
@@ -88,6 +89,8 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
         alike = torch.arange(len(batch)) // size  # rows with one number are noised alike
         if self.loss_fn.by_group:
             alike = group = batch.batch["group"] = group_numbers(batch.non_tensor_batch["uid"])
+        if self.loss_function.needs_teacher:
+            batch = number_teachers(batch, actor.teacher.path)
         _, first = np.unique(alike, return_index=True)
         sizes = [tuple(row) for row in batch.batch["size"][first].tolist()] if "size" in batch.batch.keys() else None
         levels = self._noise_levels(len(first), sizes)

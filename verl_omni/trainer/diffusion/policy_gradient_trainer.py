@@ -19,9 +19,8 @@ from verl_omni.trainer.diffusion.ordering import minibatch_order, train_steps
 from verl_omni.trainer.progress import timer
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.seeds import derive_seeds
-from verl_omni.utils.suggest import unknown
 from verl_omni.workers import columns
-from verl_omni.workers.engine.teachers import teacher_folders
+from verl_omni.workers.engine.teachers import number_teachers
 from verl_omni.workers.rollout.trajectories import COLUMN
 
 
@@ -81,12 +80,7 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
 
     def _taught(self, batch: DataProto) -> DataProto:
         """With the means of each row's teacher, that of its data_source."""
-        teachers = list(teacher_folders(self.config.actor_rollout_ref.actor.teacher.path))
-        sources = [None if None in teachers else source for source in batch.non_tensor_batch["data_source"]]
-        for source in sources:
-            if source not in teachers:
-                raise ValueError(unknown("data_source in actor_rollout_ref.actor.teacher.path", source, teachers))
-        batch.batch["teacher"] = torch.tensor([teachers.index(source) for source in sources])
+        batch = number_teachers(batch, self.config.actor_rollout_ref.actor.teacher.path)
         found = self.actor_wg.compute_teacher_means(self._for_training(batch))
         batch.batch.pop("teacher")
         return batch.union(found)

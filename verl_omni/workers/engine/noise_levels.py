@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from verl_omni.algorithms.forward_process import noised
+from verl_omni.algorithms.forward_process import TEACHER, noised
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.sampling import transformer_inputs
 from verl_omni.workers.columns import stacked
@@ -58,17 +58,24 @@ class NoiseLevels(Replay):
         for name, policy in anchors.items():
             # A ratio to the policy itself is 1 only if both sides come from the same kernels.
             as_trained = policy == "current" and not engine.rounds_like_rollout
-            stale = name == "old_velocity" and versions
             velocity = [torch.empty_like(levels_of_one) for levels_of_one in noise]
-            for version in versions if stale else [None]:
-                # Every rank runs as many forwards as others: all of its rows, whoever drew them.
-                with engine.eval_mode(), engine.policy(policy_at(policy, version) if stale else policy):
+            # Every rank runs as many forwards as others: all of its rows, whichever of them asks for that policy.
+            for asked, own in self._asked(data, policy, versions if name == "old_velocity" else ()):
+                with engine.eval_mode(), engine.policy(asked):
                     flat = engine.infer_batch(evaluated, training_graph=as_trained)["model_output"]["velocity"].cpu()
-                own = data["drawn_by"][rows] == version if stale else torch.ones(len(rows), dtype=torch.bool)
-                for pair in own.nonzero()[:, 0].tolist():
+                for pair in own[rows].nonzero()[:, 0].tolist():
                     velocity[rows[pair]][levels[pair]] = flat[pair]
             found[name] = stacked(name, velocity)
         return data | found
+
+    def _asked(self, data: Batch, policy: str, versions: Sequence[int]) -> list[tuple[str, torch.Tensor]]:
+        """The policies that a name stands for, each with the samples that ask for it."""
+        if policy == TEACHER:
+            names = [name for name in self.engine.policies.copies if name.startswith(f"{TEACHER} ")]
+            return [(name, data[TEACHER] == number) for number, name in enumerate(names)]
+        if versions:
+            return [(policy_at(policy, version), data["drawn_by"] == version) for version in versions]
+        return [(policy, torch.ones(len(data["sigma"]), dtype=torch.bool))]
 
 
 def seeded_noise(shape: torch.Size, seed: int) -> torch.Tensor:

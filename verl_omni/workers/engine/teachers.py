@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from verl.protocol import DataProto
 
+from verl_omni.algorithms.forward_process import TEACHER
+from verl_omni.utils.suggest import unknown
 from verl_omni.workers.engine.protocol import TrainingEngine
-
-TEACHER = "teacher"
 
 
 def teacher_folders(path: str | Mapping[str, str] | None) -> dict[str | None, str]:
@@ -26,6 +27,17 @@ def teacher_folders(path: str | Mapping[str, str] | None) -> dict[str | None, st
 def teacher_name(number: int) -> str:
     """Of the policy, by its place in `teacher_folders`."""
     return f"{TEACHER} {number}"
+
+
+def number_teachers(batch: DataProto, path: str | Mapping[str, str]) -> DataProto:
+    """Each row with the number of its teacher, that of its data_source."""
+    teachers = list(teacher_folders(path))
+    sources = [None if None in teachers else source for source in batch.non_tensor_batch["data_source"]]
+    for source in sources:
+        if source not in teachers:
+            raise ValueError(unknown("data_source in actor_rollout_ref.actor.teacher.path", source, teachers))
+    batch.batch[TEACHER] = torch.tensor([teachers.index(source) for source in sources])
+    return batch
 
 
 def keep_teachers(engine: TrainingEngine, path: str | Mapping[str, str]) -> None:
