@@ -21,5 +21,5 @@ def test_words_have_three_to_eight_letters_and_are_in_one_half():
     train, held_out = words.split_words()
     assert not {*train} & {*held_out} and {len(word) for word in train} == set(range(3, 9))
     assert {row["reward_model"]["ground_truth"] for row in words.rows("val")} <= {*held_out}
-    _, prompts = words.training_pictures(50, 0, "cpu")
-    assert not {words.prompt_of(word) for word in held_out} & {*prompts}
+    _, asked = words.training_pictures(50, 0, "cpu")
+    assert not {*held_out} & {word for _, word in asked} and asked[0][0] == words.prompt_of(asked[0][1])

@@ -130,14 +130,14 @@ def known_texts() -> list[str]:
     return [prompt_of(task) for tag in TAGS for task in all_tasks(tag)]
 
 
-def training_pictures(count: int, seed: int, device: torch.device | str) -> tuple[torch.Tensor, list[str]]:
-    """Pictures, uint8, and their prompts: of each task as many, and none that is held out."""
+def training_pictures(count: int, seed: int, device: torch.device | str) -> tuple[torch.Tensor, list[tuple[str, str]]]:
+    """Pictures, uint8, and of each its prompt and ground truth: of each task as many, and none that is held out."""
     train, _ = split_tasks()
     chooser = random.Random(seed)
     tasks = [chooser.choice(train[TAGS[i % len(TAGS)]]) for i in range(count)]
     parts = [tasks[i : i + 5000] for i in range(0, count, 5000)]
     pictures = torch.cat([draw_tasks(part, seed + i, device) for i, part in enumerate(parts)])
-    return pictures, [prompt_of(task) for task in tasks]
+    return pictures, [(prompt_of(task), json.dumps(metadata(task))) for task in tasks]
 
 
 def draw_tasks(tasks: list[Task], seed: int, device: torch.device | str = "cpu") -> torch.Tensor:

@@ -72,12 +72,12 @@ def _font(size: int) -> ImageFont.FreeTypeFont:
     return ImageFont.load_default(size=size)
 
 
-def training_pictures(count: int, seed: int, device: torch.device | str) -> tuple[torch.Tensor, list[str]]:
-    """Signs, uint8, and their prompts, none of them held out."""
+def training_pictures(count: int, seed: int, device: torch.device | str) -> tuple[torch.Tensor, list[tuple[str, str]]]:
+    """Signs, uint8, and of each its prompt and word, none of them held out."""
     rng, (train, _) = np.random.default_rng(seed), split_words()
     words = [train[i] for i in rng.integers(len(train), size=count)]
     signs = torch.from_numpy(np.stack([draw_sign(word, rng) for word in words]))
-    return signs.permute(0, 3, 1, 2).to(device), [prompt_of(word) for word in words]
+    return signs.permute(0, 3, 1, 2).to(device), [(prompt_of(word), word) for word in words]
 
 
 def tidy(picture: np.ndarray) -> float:
