@@ -51,7 +51,7 @@ def with_row(table: str, label: str, outcomes: Counter) -> str:
 
 def write(label: str, outcomes: Counter) -> None:
     text = PAGE.read_text()
-    table = text.partition("<!-- VERSIONS -->\n")[2].partition("\n<!-- /VERSIONS -->")[0]
+    table = text.partition("<!-- VERSIONS -->\n")[2].partition("<!-- /VERSIONS -->")[0]
     PAGE.write_text(fill(text, "VERSIONS", with_row(table, label, outcomes)))
 
 

@@ -238,7 +238,7 @@ def test_without_noise_it_is_diffusers(row, cfg, size):
         latents = output.trajectory["final_latents"][None]
         expected_latents, expected_pixels = draw(upstream(row.name), row, i, cfg, size)
         with torch.no_grad():
-            pixels = engine.adapter.decode_latents(engine.pipe, latents, model_config)
+            pixels = engine.adapter.decode_latents(engine.pipe, expected_latents, model_config)
         torch.testing.assert_close(latents, expected_latents, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(pixels, expected_pixels, atol=1e-5, rtol=0)
         assert output.image.shape == pixels.shape[1:] and output.image.dtype == torch.uint8

@@ -5,10 +5,10 @@ import os
 import shutil
 from pathlib import Path
 
-import httpx
 import pytest
 from hub_mirror import mirror  # noqa: F401
 from huggingface_hub import constants
+from huggingface_hub.utils import httpx
 
 from verl_omni.utils import hub
 

@@ -191,8 +191,8 @@ def _pinned(repository: Repository) -> Repository:
 
 @functools.cache  # one answer for all of a process
 def _commit(repository: Repository) -> str:
-    import httpx
     from huggingface_hub import HfApi, errors
+    from huggingface_hub.utils import httpx  # the one that it has, which is httpx2 since 2.0
 
     name, how, silence = repository.name, {"repo_type": repository.kind, "revision": repository.revision}, None
     try:
@@ -288,8 +288,8 @@ def _check_space(size: int) -> None:
 @contextmanager
 def _in_one_line(repository: Repository, where: str) -> Iterator[None]:
     """What the client raises, in the user's words."""
-    import httpx
     from huggingface_hub import errors
+    from huggingface_hub.utils import httpx
 
     what = "data set" if repository.kind == "dataset" else "model"
     try:

@@ -5,14 +5,14 @@ diffusers 0.40 (huggingface/diffusers#14274).
 """
 
 import contextlib
-import logging
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from diffusers import ContextParallelConfig
+from diffusers import ContextParallelConfig, ParallelConfig
 from diffusers.hooks.context_parallel import apply_context_parallel, remove_context_parallel
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -25,17 +25,19 @@ class SharedSequence:
     Each rank's gradient is that of its own tokens: the group's sum is the gradient of the sample.
     """
 
-    def __init__(self, parts: Iterable[torch.nn.Module], layout: Layout, device_type: str):
-        self.parts, self.ranks, self.on = list(parts), layout.sequence, True
+    def __init__(self, parts: Iterable[torch.nn.Module], layout: Layout, device: torch.device):
+        self.parts, self.ranks = list(parts), layout.sequence
         mesh = init_device_mesh(
-            device_type, (layout.data, 1, self.ranks), mesh_dim_names=("data", "ring", "ulysses")
+            device.type, (layout.data, 1, self.ranks), mesh_dim_names=("data", "ring", "ulysses")
         )["ring", "ulysses"]
         for part in self.parts:
-            with _silent("diffusers.models.modeling_utils"):  # it calls its interface experimental, on every rank
-                part.enable_parallelism(config=ContextParallelConfig(ulysses_degree=self.ranks, mesh=mesh))
+            # As `part.enable_parallelism` has it, which in newer versions asks for an accelerator.
+            part._parallel_config = ParallelConfig(ContextParallelConfig(ulysses_degree=self.ranks, mesh=mesh))
+            part._parallel_config.setup(dist.get_rank(), dist.get_world_size(), device, mesh=mesh)
             part.register_forward_pre_hook(self._make_even, with_kwargs=True)
             for attention in self._attentions(part):
                 attention.register_forward_pre_hook(self._order_mask, with_kwargs=True)
+        self.go_on()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -109,13 +111,3 @@ class SharedSequence:
         shares = zip(mask[..., :text].chunk(self.ranks, -1), mask[..., text:].chunk(self.ranks, -1), strict=True)
         return args, kwargs | {"attention_mask": torch.cat([piece for share in shares for piece in share], dim=-1)}
 
-
-@contextlib.contextmanager
-def _silent(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

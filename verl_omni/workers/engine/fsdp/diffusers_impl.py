@@ -50,7 +50,7 @@ class DiffusersFSDPEngine(DiffusionEngine):
         if self.shares_samples:
             from verl_omni.workers.engine.sequence import SharedSequence  # the driver has no use for diffusers' hooks
 
-            self.sequence = SharedSequence(self.parts.values(), self.layout, self.device.type)
+            self.sequence = SharedSequence(self.parts.values(), self.layout, self.device)
             for module in self._shards:  # the mean over samples of the sum over the ranks that share one
                 module.set_gradient_divide_factor(self.layout.data)
                 module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
