@@ -18,6 +18,7 @@ GIVEN = {
     "fold_lora": "false", "fused_gelu": "false", "attention_backend": "native", "param_offload": "true",
     "optimizer_offload": "true", "seed": "3",
 }  # fmt: skip
+LATER = {"fp8_modules"}  # of the engine from the beginning
 
 
 def prepared(*overrides: str):
@@ -29,7 +30,8 @@ def prepared(*overrides: str):
 def test_all_that_moved_is_in_the_engines_settings():
     names = {knob.name for knob in walk(DiffusionTrainerConfig)}
     moved = moved_names(DiffusionTrainerConfig)
-    assert {name.rpartition(".")[2] for name in moved} == set(GIVEN) == set(EngineConfig.__dataclass_fields__)
+    fields = set(EngineConfig.__dataclass_fields__) - LATER
+    assert {name.rpartition(".")[2] for name in moved} == set(GIVEN) == fields
     assert set(moved.values()) <= names and names.isdisjoint(moved), "--help lists each once, under its own name"
 
 

@@ -23,6 +23,7 @@ CASES = {
         [f"{A}hybrid_engine=true", f"{A}model.lora_rank=4", f"{A}actor.engine.fold_lora=true"],
         "fold_lora=true does nothing with actor_rollout_ref.rollout.name=vllm_omni",
     ),
+    "8 bits": ([f"{A}rollout.precision=fp8"], "vllm_omni quantises the weights that it reads from the model's folder"),
     "engine argument": ([f"+{A}rollout.engine_kwargs.decode_batch=1"], 'did you mean "decode_batch_size"'),
 }
 

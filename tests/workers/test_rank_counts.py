@@ -7,15 +7,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_cases import (
+    PROMPTS,
     add_reference,
     assert_same,
     disturb,
     gradients,
     loss_function,
     make_engine,
+    make_rollout,
     model_config,
     moved,
     part,
+    requests,
     roll_out,
     update,
     weights,
@@ -78,15 +81,26 @@ def watch_gradients(engine) -> list[int]:
     return held
 
 
+def in_8_bits(engine, data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What each rank draws with all of the weights, and the reference's means of the rows that it has."""
+    rollout = make_rollout(engine)
+    with engine.eval_mode(), engine.whole("fp8"):
+        images = [answer.trajectory for answer in rollout.run_batch(requests(rollout, PROMPTS, keep_trajectory=True))]
+    with engine.eval_mode(), engine.policy("reference"), engine.in_precision("fp8"):
+        means = engine.infer_batch(data)["model_output"]["prev_sample_mean"]
+    return {"drawn": torch.stack([image["final_latents"] for image in images]), "reference": means[:1]}
+
+
 def observe(engine, data: dict[str, torch.Tensor], checkpoint: Path) -> dict:
     """Everything that must not depend on the number of ranks."""
+    drawn = in_8_bits(engine, data)
     add_reference(engine, data)
     loss = loss_function(kl=0.1)
     held = watch_gradients(engine)
     with engine.train_mode():
         engine.optimizer_zero_grad()
         engine.forward_backward_batch(data, loss)
-        seen = {"gradients": gradients(engine), "held whole": list(held)}
+        seen = {"gradients": gradients(engine), "held whole": list(held), "in 8 bits": drawn}
         engine.optimizer_zero_grad()
         rejected = engine.forward_backward_batch(data | {"share": shares(data)}, loss)
         seen |= {"of what is kept": gradients(engine), "metrics of what is kept": [rejected["metrics"]]}
@@ -136,6 +150,7 @@ def test_one_and_two_ranks_agree(runs, name):
     assert one["metrics"][1]["kl_loss"] > 0
     for key in ("gradients", "of what is kept", "weights", "ema", "later_weights"):
         assert_same(one[key], two[key])
+    assert_same(one["in 8 bits"], two["in 8 bits"], atol=1e-3)
     assert max(g.abs().max() for g in one["gradients"].values()) > 1e-2
     assert len(two["held whole"]) > 1, "gradients are those of several micro-batches"
     assert max(two["held whole"]) > 0 if CASES[name] else max(two["held whole"]) == 0, "only a LoRA's wait, whole"

@@ -15,6 +15,8 @@ from verl_omni.config.knob import (
     names_in,
 )
 
+# In which passes without a gradient may be computed, other than in `engine.dtype`.
+PRECISIONS = ("fp8",)
 ENGINE = "actor_rollout_ref.actor.engine"
 
 DTYPES = ("float32", "bfloat16")
@@ -103,6 +105,11 @@ class EngineConfig:
         None,
         "in compiled blocks without a gradient, the activation inside the matrix product; null: on a GPU",
         may_change=True,
+    )
+    fp8_modules: Any | None = knob(
+        None,
+        "linear layers of the transformer's blocks that precision=fp8 computes in 8 bits, by the ends of their names; "
+        "null: the architecture's default",
     )
     attention_backend: str | None = knob(
         None,
@@ -226,3 +233,9 @@ class DiffusionRefConfig:
         None, "pairs in one no-grad forward; null: the actor's", least=1, most=MOST_PROMPTS
     )
     param_offload: bool = knob(False, "full fine-tuning: keep the reference copy in CPU memory when it is not used")
+    precision: str | None = knob(
+        None,
+        "fp8: the reference's means in 8 bits, compared with those that drew, which had 8 bits too; null: as training",
+        choices=PRECISIONS,
+        needs="actor_rollout_ref.rollout.precision=fp8",
+    )

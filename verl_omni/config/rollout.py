@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from verl_omni.config.actor import PRECISIONS
 from verl_omni.config.knob import (
     MOST_DENOISING,
     MOST_IMAGES,
@@ -133,21 +134,29 @@ class DiffusionValKwargs:
 
 @dataclass
 class PoolConfig:
-    """Rank cheaply, train exactly: a prompt's images are the best and the worst of a pool drawn in few steps."""
+    """Rank cheaply, train exactly: a prompt's images are the best and the worst of a pool drawn in few steps or bits.
+    """
 
     size: int | None = knob(
         None,
-        "images a prompt that are drawn first, in few steps of the ODE, and scored; the n that score best and worst "
-        "are drawn again from the same noise and trained; null: no pool",
+        "images a prompt that are drawn first, in few steps of the ODE or in 8 bits, and scored; the n that score best "
+        "and worst are drawn again from the same noise and trained; null: no pool",
         least=2,
         most=MOST_IMAGES,
         needs="algorithm.sample_source=online",
     )
     num_inference_steps: int | None = knob(
         None,
-        "denoising steps of the pool's images",
+        "denoising steps of the pool's images; null: the rollout's own, with precision=fp8",
         least=1,
         most=MOST_DENOISING,
+        needs="actor_rollout_ref.rollout.pool.size",
+    )
+    precision: str | None = knob(
+        None,
+        "fp8: the pool is drawn with the linear layers of the transformer's blocks in 8 bits, what is chosen of it is "
+        "not; null: as what is chosen",
+        choices=PRECISIONS,
         needs="actor_rollout_ref.rollout.pool.size",
     )
 
@@ -256,6 +265,13 @@ class DiffusionRolloutConfig:
         False,
         "decode in tiles, whose seams are blended: less memory from 1024 pixels on, and with videos",
         may_change=True,
+    )
+    precision: str | None = knob(
+        None,
+        "fp8: training's images are drawn with the linear layers of the transformer's blocks in 8 bits (on a CPU "
+        "emulated), and old log-probabilities are of the training graph; null: as training computes",
+        choices=PRECISIONS,
+        needs="algorithm.sample_source=online",
     )
     encoder_offload: bool | None = knob(
         None,

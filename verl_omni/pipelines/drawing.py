@@ -40,8 +40,8 @@ class Request:
 
     @property
     def kind(self) -> tuple:
-        """Requests of one kind (size, steps, guidance, window length) can share forwards."""
-        names = (*PIPELINE_KEYS, "noise_level", "sde_type", "keep_trajectory")
+        """Requests of one kind (size, steps, guidance, window length, precision) can share forwards."""
+        names = (*PIPELINE_KEYS, "noise_level", "sde_type", "keep_trajectory", "precision")
         window = self.params.get("sde_window")
         return (*(repr(self.params.get(k)) for k in names), None if window is None else window[1] - window[0])
 

@@ -53,6 +53,7 @@ DECLARED = {
         Column("old_log_probs", "trainer or worker", "loss", per="step"),
         Column("old_prev_sample_mean", "rollout or worker", "loss", per="step", large=True),
         Column("ref_prev_sample_mean", "worker", "loss", per="step", large=True),
+        Column("ref_shift", "worker", "loss", per="step", large=True),
         Column("teacher_prev_sample_mean", "worker", "loss", per="step", large=True),
         Column("teacher", "trainer", "worker", seen=False, host=True),
         Column("old_velocity", "worker", "loss", per="level", large=True),

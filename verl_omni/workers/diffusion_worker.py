@@ -40,7 +40,7 @@ from verl_omni.workers.engine.metrics import is_maximum
 from verl_omni.workers.engine.module import quiet_loading
 from verl_omni.workers.engine.registry import REPLAYS, engine_class
 from verl_omni.workers.engine.teachers import keep_teachers, teacher_folders, teacher_name
-from verl_omni.workers.first_ratio import ROLLOUT_RATIO, ROLLOUT_RATIO_MEAN, check_first_ratio
+from verl_omni.workers.first_ratio import COMPARED, check_first_ratio
 from verl_omni.workers.layout import ROWS
 from verl_omni.workers.losses import build_loss_function
 from verl_omni.workers.old_log_probs import OldLogProbs, choose_old_log_probs
@@ -90,6 +90,8 @@ class DiffusionWorker(Worker):
             common=self.actor_config.engine,
         )
         self.engine.initialize()
+        if "fp8" in (self.rollout_config.precision, self.rollout_config.pool.precision):
+            self.engine.fp8  # noqa: B018  (what cannot be computed in 8 bits is said now)
         layout, rank = self.engine.layout, dist.get_rank()
         self._register_dispatch_collect_info(ROWS, layout.data_rank(rank), layout.speaks(rank))
         self.engine.micro_batch_size = self.actor_config.ppo_micro_batch_size_per_gpu
@@ -116,11 +118,11 @@ class DiffusionWorker(Worker):
     # ---- rollout -------------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def start_rollout(self, policy: str = "current", version: int = 0) -> None:
+    def start_rollout(self, policy: str = "current", version: int = 0, precision: str | None = None) -> None:
         """Have the weights of one policy ready for `generate` on every rank; `version` names them."""
         self.rollout.begin()
-        scope = contextlib.ExitStack()
-        scope.enter_context(self.rollout.with_policy(self.engine, policy, version))
+        scope, asked = contextlib.ExitStack(), {} if precision is None else {"precision": precision}
+        scope.enter_context(self.rollout.with_policy(self.engine, policy, version, **asked))
         self._rollout_scope = scope
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -219,21 +221,28 @@ class DiffusionWorker(Worker):
         self._count_flops("old_log_prob")
         found = {"old_log_probs": output["log_probs"]}
         compared = not self.config.algorithm.rollout_correction.bypass_mode
-        if compared and "old_prev_sample_mean" in self.loss_function.loss_fn.data_keys(self.actor_config):
+        asked = "old_prev_sample_mean" in self.loss_function.loss_fn.data_keys(self.actor_config)
+        if compared and (asked or self.ref_config.precision is not None):
             found["old_prev_sample_mean"] = output["prev_sample_mean"]
         return self._per_step(data, **found)
 
     @register(dispatch_mode=BY_ROWS)
     @names_memory_knobs("reference pass")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """Means of the stored steps under the reference."""
-        batch = self._batch(data)
+        """Means of the stored steps under the reference. In 8 bits, how far they are from the means that drew, which
+        had 8 bits too: what rounding does to both is in neither."""
+        batch, size = self._batch(data), self.ref_config.log_prob_micro_batch_size_per_gpu
         batch.pop("uncond_velocity", None)  # the policy's, not the reference's
-        with self.engine.eval_mode(), self.engine.policy("reference"):
-            size = self.ref_config.log_prob_micro_batch_size_per_gpu
-            output = self.engine.infer_batch(batch, micro_batch_size=size)["model_output"]
+        precision = self.ref_config.precision
+        with self.engine.eval_mode(), self.engine.policy("reference"), self.engine.in_precision(precision):
+            means = self.engine.infer_batch(batch, micro_batch_size=size)["model_output"]["prev_sample_mean"]
         self._count_flops("ref")
-        return self._per_step(data, ref_prev_sample_mean=output["prev_sample_mean"])
+        if precision is None:
+            return self._per_step(data, ref_prev_sample_mean=means)
+        drew = batch["old_prev_sample_mean"]
+        steps = data.batch["all_timesteps"].shape[1]
+        away = [means[i] - drew[i // steps][i % steps].to(means[i].device) for i in range(len(means))]
+        return self._per_step(data, ref_shift=columns.as_they_are(away))
 
     @register(dispatch_mode=BY_ROWS)
     @names_memory_knobs("teacher's pass")
@@ -289,12 +298,13 @@ class DiffusionWorker(Worker):
                 for i, mini in enumerate(minis):
                     first = epoch == 0 and i == 0
                     self.loss_function.on_policy, self.loss_function.compares_rollout = first and own, first
+                    self.loss_function.measures_rollout = first and self.rollout_config.precision is not None
                     self.loss_function.unmoved = first and not stale and self.anchors.get("old_velocity") == "current"
                     if stale or not first or (old is not None and old.source == "recompute"):
                         mini.pop("uncond_velocity", None)  # the weights have moved, or old ones are without it
                     check = self._check_first_ratio if first and not stale else None
                     history.append(self.engine.train_batch(mini, self.loss_function, check)["metrics"])
-        apart = {f"actor/{k}": history[0].pop(k) for k in (ROLLOUT_RATIO, ROLLOUT_RATIO_MEAN) if k in history[0]}
+        apart = {name: history[0].pop(k) for k, name in COMPARED.items() if k in history[0]}
         metrics = {f"actor/{k}": reduce_history(k, [h[k] for h in history]) for k in history[0]}
         metrics |= apart
         if "ratio_max_dev" in history[0]:  # before the first update rollout and training agree
@@ -346,7 +356,8 @@ class DiffusionWorker(Worker):
     @property
     def _same_arithmetic(self) -> bool:
         """Whether the rollout's log-probabilities of a step are training's own."""
-        return self.engine.rounds_like_rollout and rollout_class(self.rollout_config.name).same_arithmetic
+        same = self.engine.rounds_like_rollout and rollout_class(self.rollout_config.name).same_arithmetic
+        return same and self.rollout_config.precision is None
 
     def _check_first_ratio(self, metrics: dict[str, float]) -> None:
         """Where another policy than the trained one samples, nothing is known about the ratio."""

@@ -7,6 +7,13 @@ import torch
 from verl_omni.utils.errors import RunError
 
 ROLLOUT_RATIO, ROLLOUT_RATIO_MEAN = "rollout_ratio_max_dev", "rollout_ratio_mean_dev"
+# As a metric of the step: the ratios, and verl's distances of training from what drew.
+COMPARED = {
+    ROLLOUT_RATIO: f"actor/{ROLLOUT_RATIO}",
+    ROLLOUT_RATIO_MEAN: f"actor/{ROLLOUT_RATIO_MEAN}",
+    "rollout_kl": "rollout_corr/kl",
+    "rollout_k3_kl": "rollout_corr/k3_kl",
+}
 # Where kernels round differently, as in bfloat16, single ratios scatter, the more the smaller the image: with four
 # tokens, bfloat16 against float32, up to 0.19 off and 0.03 on average. There the mean counts: another formula moves it
 # further.
@@ -14,14 +21,19 @@ ROUNDING = 100
 
 
 def compare_with_rollout(
-    model_output: Mapping[str, torch.Tensor], data: Mapping[str, torch.Tensor]
+    model_output: Mapping[str, torch.Tensor], data: Mapping[str, torch.Tensor], distances: bool = False
 ) -> dict[str, torch.Tensor]:
-    """How far a ratio of training to rollout is from 1, whatever the loss makes of the two."""
+    """How far a ratio of training to rollout is from 1, whatever the loss makes of them; `distances` too, if asked."""
     rolled_out = data.get("rollout_log_probs", data.get("old_log_probs"))  # the same, where none were computed again
     if "log_probs" not in model_output or rolled_out is None:
         return {}
-    off = ((model_output["log_probs"].detach() - rolled_out).exp() - 1).abs()
-    return {ROLLOUT_RATIO: off.max(), ROLLOUT_RATIO_MEAN: off.mean()}
+    log_ratio = model_output["log_probs"].detach() - rolled_out
+    ratio = log_ratio.exp()
+    off = (ratio - 1).abs()
+    found = {ROLLOUT_RATIO: off.max(), ROLLOUT_RATIO_MEAN: off.mean()}
+    if distances:
+        found |= {"rollout_kl": -log_ratio.mean(), "rollout_k3_kl": (ratio - 1 - log_ratio).mean()}
+    return found
 
 
 def check_first_ratio(metrics: Mapping[str, float], tolerance: float | None, other_kernels: bool) -> None:

@@ -17,6 +17,7 @@ class LossFunction:
         self.loss_fn = get_diffusion_loss_fn(self.name)
         self.on_policy = False
         self.compares_rollout = False
+        self.measures_rollout = False
         self.unmoved = False  # the weights are those whose velocities the batch has as the old ones
 
     @property
@@ -35,11 +36,13 @@ class LossFunction:
         return self.loss_fn.group_terms(config=self.config, model_output=model_output, data=data)
 
     def __call__(self, model_output: dict[str, torch.Tensor], data: dict[str, torch.Tensor]):
-        compared = compare_with_rollout(model_output, data) if self.compares_rollout else {}
+        compared = compare_with_rollout(model_output, data, self.measures_rollout) if self.compares_rollout else {}
         if self.on_policy:
             # The weights have not moved since the rollout: the old policy is this one, whatever kernels sampled.
             data["old_log_probs"] = model_output["log_probs"].detach()
             data["old_prev_sample_mean"] = model_output["prev_sample_mean"].detach()
+        if "ref_shift" in data:  # reference and rollout in 8 bits, training not: from its own old means it is as far
+            data["ref_prev_sample_mean"] = data["old_prev_sample_mean"] + data["ref_shift"]
         self.loss_fn.validate_inputs(loss_name=self.name, model_output=model_output, data=data)
         result = self.loss_fn(config=self.config, model_output=model_output, data=data)
         # Every metric of the update is shown under `actor/`, whether its loss says so or not.

@@ -22,6 +22,7 @@ class Flux(DiffusionModelBase):
         "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
         "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
     ]  # fmt: skip
+    fp8_modules = [*lora_target_modules, "proj_mlp", "proj_out"]
     rowless_inputs = ("img_ids", "txt_ids")
     # torch's own choice on an H200, cuDNN, ends the first backward of FLUX.1-dev with an illegal memory access (2.11).
     attention_backend = "_native_flash"

@@ -22,6 +22,7 @@ class Flux2(DiffusionModelBase):
         "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
         "ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out", "to_qkv_mlp_proj",
     ]  # fmt: skip
+    fp8_modules = [*lora_target_modules, "attn.to_out"]
     rowless_inputs = ("img_ids", "txt_ids")
     hidden_layers = (10, 20, 30)
 

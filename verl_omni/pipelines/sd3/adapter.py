@@ -17,6 +17,10 @@ class StableDiffusion3(DiffusionModelBase):
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
         "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
     ]  # fmt: skip
+    fp8_modules = [
+        "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
+        "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
+    ]  # fmt: skip
     pipeline_defaults = {"negative_prompt": "", "max_sequence_length": 256}
     vllm_omni_needs = ("text_encoder_3",)  # T5
 

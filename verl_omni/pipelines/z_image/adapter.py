@@ -22,6 +22,7 @@ class ZImage(DiffusionModelBase):
         "attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0",
         "feed_forward.w1", "feed_forward.w2", "feed_forward.w3",
     ]  # fmt: skip
+    fp8_modules = lora_target_modules
 
     @classmethod
     def pipeline_knobs(cls, model_config: DiffusionModelConfig) -> set[str]:

@@ -25,7 +25,7 @@ def same_arithmetic(settings: DiffusionTrainerConfig) -> bool:
         folded=lora and arr.hybrid_engine and on_gpu(training.fold_lora, device),  # on a GPU: if there is room
     )
     alike = alike and arr.actor.fsdp_config.ulysses_sequence_parallel_size == 1
-    return alike and engine_class(arr.rollout.name).same_arithmetic
+    return alike and arr.rollout.precision is None and engine_class(arr.rollout.name).same_arithmetic
 
 
 def fill_correction(settings: DiffusionTrainerConfig) -> None:

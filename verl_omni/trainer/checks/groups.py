@@ -61,12 +61,13 @@ def check_pool(settings: DiffusionTrainerConfig) -> None:
     steps = rollout.pipeline.num_inference_steps
     if pool.size <= rollout.n:
         raise ValueError(f"{where}: expected more than actor_rollout_ref.rollout.n={rollout.n}, which are kept of it")
-    if pool.num_inference_steps is None or pool.num_inference_steps >= steps:
+    fewer = pool.num_inference_steps is not None and pool.num_inference_steps < steps
+    if not fewer and (pool.precision in (None, rollout.precision) or (pool.num_inference_steps or 0) > steps):
         raise ValueError(
             f"{where} is drawn at less cost: set actor_rollout_ref.rollout.pool.num_inference_steps below the "
-            f"rollout's own {steps}"
+            f"rollout's own {steps}, or actor_rollout_ref.rollout.pool.precision=fp8"
         )
-    cheap = dataclasses.replace(rollout.pipeline, num_inference_steps=pool.num_inference_steps)
+    cheap = dataclasses.replace(rollout.pipeline, num_inference_steps=pool.num_inference_steps or steps)
     check_steps("actor_rollout_ref.rollout.pool.", cheap, settings.actor_rollout_ref.model)
     others = {
         "actor_rollout_ref.rollout.algo.same_initial_noise=true": rollout.algo.same_initial_noise,

@@ -37,6 +37,7 @@ from verl_omni.rewards.choice import read_choices, weighted
 from verl_omni.trainer.checks.correction import check_correction_fits, fill_correction
 from verl_omni.trainer.checks.groups import check_branches, check_filter, check_pairwise, check_pool
 from verl_omni.trainer.checks.hub_names import pinned_names, with_names
+from verl_omni.trainer.checks.precision import check_precision
 from verl_omni.trainer.checks.preference import check_trainer_fits
 from verl_omni.trainer.checks.rollout_engine import check_checkpoint_engine, check_http, check_rollout_engine
 from verl_omni.trainer.checks.teacher import check_teacher
@@ -153,6 +154,7 @@ def _check(settings: DiffusionTrainerConfig) -> None:
     check_branches(settings)
     check_pairwise(settings)
     check_pool(settings)
+    check_precision(settings)
     check_teacher(settings)
     _check_numbers(settings)
     _check_best(settings)

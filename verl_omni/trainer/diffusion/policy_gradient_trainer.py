@@ -37,15 +37,15 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
         batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
         recomputes = self.config.actor_rollout_ref.actor.old_log_probs == "recompute"
         compares = recomputes or is_on(self.config.algorithm.rollout_correction)
+        if self.loss_function.needs_reference:
+            with timer(timing, "ref"):
+                batch = experience.batch = batch.union(self.actor_wg.compute_ref_log_prob(self._for_training(batch)))
         if compares:
             with timer(timing, "old_log_prob"):
                 recomputed = self.actor_wg.compute_log_prob(self._for_training(batch))
             batch.batch["old_log_probs"] = recomputed.batch["old_log_probs"]
         if recomputes:
             keys = (*keys, "rollout_log_probs")  # to be compared with, still
-        if self.loss_function.needs_reference:
-            with timer(timing, "ref"):
-                experience.batch = batch.union(self.actor_wg.compute_ref_log_prob(self._for_training(batch)))
         batch = experience.scored(timing)
         if self.loss_function.needs_teacher:
             with timer(timing, "teacher"):
@@ -103,14 +103,23 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
         model = self.config.actor_rollout_ref.model
         return DiffusionModelBase.get_class(model).cfg_scale(model) > 1
 
+    @property
+    def _compares_in_full(self) -> bool:
+        """Whether means of the update are compared with others of full precision, where the rollout has 8 bits: then
+        no half of them is the rollout's."""
+        rollout, ref = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.ref
+        reference = self.loss_function.needs_reference and ref.precision is None
+        return rollout.precision is not None and (reference or self.loss_function.needs_teacher)
+
     def requests(self, prompts: DataProto, step: int, groups: Sequence[int], learns: bool) -> DataProto:
         """With a window of stochastic steps for each."""
-        rollout, actor = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.actor
-        model = self.config.actor_rollout_ref.model
+        arr = self.config.actor_rollout_ref
+        rollout, actor, model, ref = arr.rollout, arr.actor, arr.model, arr.ref
         keep = {
             # of the weights that draw: of no use to others
-            "keep_uncond": self._guided and actor.reuse_uncond and learns,
-            "keep_means": "old_prev_sample_mean" in self.loss_function.loss_fn.data_keys(actor),
+            "keep_uncond": self._guided and actor.reuse_uncond and learns and not self._compares_in_full,
+            "keep_means": ref.precision is not None
+            or "old_prev_sample_mean" in self.loss_function.loss_fn.data_keys(actor),
         }
         batch = self._training_requests(prompts, keep, step, groups)
         steps = DiffusionModelBase.get_class(model).num_steps(model)

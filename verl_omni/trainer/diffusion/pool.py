@@ -1,4 +1,4 @@
-"""Rank cheaply, train exactly (`rollout.pool`): many images in few steps, the best and the worst again in all."""
+"""Rank cheaply, train exactly (`rollout.pool`): many images at less cost, the best and the worst again."""
 
 import dataclasses
 import math
@@ -22,9 +22,10 @@ def chosen_seeds(
     seeds = derive_seeds(rollout.seed, "pool", step, count=(max(groups) + 1) * size)
     own = [seeds[group * size + i] for group in groups for i in range(size)]
     sampling = dataclasses.asdict(rollout.pipeline) | {
-        "num_inference_steps": rollout.pool.num_inference_steps,
+        "num_inference_steps": rollout.pool.num_inference_steps or rollout.pipeline.num_inference_steps,
         "noise_level": 0.0,
         "sde_type": rollout.algo.sde_type,
+        **in_precision(rollout.pool.precision),
     }
     batch = trainer._rollout_batch(prompts[list(range(len(prompts)))], size, own, sampling, step, groups)
     batch.meta_info["scores_only"] = True
@@ -40,6 +41,11 @@ def chosen_seeds(
         "pool/gap": _gap(by_prompt, kept),
     }
     return chosen, metrics
+
+
+def in_precision(precision: str | None) -> dict[str, str]:
+    """What a request says of it: nothing, where it is training's."""
+    return {} if precision is None else {"precision": precision}
 
 
 def best_and_worst(scores: list[float], count: int) -> list[int]:

@@ -33,8 +33,8 @@ class EmbeddedRollouts:
         self.actor_wg, self.layout = actor_wg, layout
         self.servers = list(actor_wg.workers)
 
-    def begin(self, policy: str, version: int) -> None:
-        self.actor_wg.start_rollout(policy, version)
+    def begin(self, policy: str, version: int, precision: str | None = None) -> None:
+        self.actor_wg.start_rollout(policy, version, precision)
 
     def end(self) -> None:
         self.actor_wg.stop_rollout()
@@ -130,8 +130,8 @@ class ServerRollouts:
         except ValueError as error:
             print(f"rollout server {server} no longer answers over HTTP: {one_line(innermost(error))}", flush=True)
 
-    def begin(self, policy: str, version: int) -> None:
-        """All servers at once: none of them draws now."""
+    def begin(self, policy: str, version: int, precision: str | None = None) -> None:
+        """All servers at once: none of them draws now. They go by the precision that each request names."""
         held = self._held.get(0)
         known = held is not None and held.name == (policy, version)
         weights = held if known else self.publish(policy, version)

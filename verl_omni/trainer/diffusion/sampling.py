@@ -15,7 +15,7 @@ from verl_omni.trainer.diffusion.experience import Experience, new_experience, p
 from verl_omni.trainer.diffusion.filter_groups import GroupFilter, start_filtered
 from verl_omni.trainer.diffusion.group_queue import Group
 from verl_omni.trainer.diffusion.pace import DrawnGroup
-from verl_omni.trainer.diffusion.pool import chosen_seeds
+from verl_omni.trainer.diffusion.pool import chosen_seeds, in_precision
 from verl_omni.trainer.diffusion.rollouts import Weights
 from verl_omni.trainer.diffusion.validation import training_folder, validation_metrics, write_samples
 from verl_omni.trainer.run_folder.saving import is_due
@@ -185,6 +185,7 @@ class Sampling:
             "noise_level": rollout.algo.noise_level,
             "sde_type": rollout.algo.sde_type,
             "keep_trajectory": True,
+            **in_precision(rollout.precision),
             **sampling,
         }
         own = [seeds[group * n + i] for group in groups for i in range(n)]
@@ -223,7 +224,8 @@ class Sampling:
 
         Rewards go on while the model does other work.
         """
-        self.rollouts.begin(policy, self.global_step)
+        precision = batch.meta_info["sampling_params"].get("precision")
+        self.rollouts.begin(policy, self.global_step, precision)
         start, wait = perf_counter(), self.agent_loop_manager.start_images(batch, images_to)
 
         def drawn() -> tuple[DataProto, Callable[[], DataProto]]:

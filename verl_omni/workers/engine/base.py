@@ -29,6 +29,7 @@ from verl_omni.workers.engine.compile.attention import attention_choice
 from verl_omni.workers.engine.compile.blocks import compile_blocks
 from verl_omni.workers.engine.compile.compile_ahead import compile_ahead
 from verl_omni.workers.engine.compile.fused_gelu import fuse_gelu
+from verl_omni.workers.engine.fp8 import Fp8Layers
 from verl_omni.workers.engine.lora import FoldedLora, base_name
 from verl_omni.workers.engine.module import autocast, build_module, fill_module, on_gpu, resolve_dtypes, rounds_alike
 from verl_omni.workers.engine.optimizer import build_optimizer
@@ -195,16 +196,35 @@ class DiffusionEngine(Passes):
             self.policies.remember(policy_at(name, version), most)
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        if self.folded_lora is not None:
-            self.folded_lora.swap_in()
+    def whole(self, precision: str | None = None) -> Iterator[None]:
+        folds = self.folded_lora is not None
+        if folds:
+            self.folded_lora.swap_in(but=self.fp8.linears if precision else ())
         self.gather()
         try:
-            yield
+            with self.fp8.held(folds) if precision else contextlib.nullcontext():
+                yield
         finally:
-            if self.folded_lora is not None:
+            if folds:
                 self.folded_lora.swap_out()
             self.release()
+
+    @contextlib.contextmanager
+    def in_precision(self, precision: str | None) -> Iterator[None]:
+        if precision is None:
+            yield
+            return
+        self.gather()
+        try:
+            with self.fp8.held(fold=False):
+                yield
+        finally:
+            self.release()
+
+    @functools.cached_property
+    def fp8(self) -> Fp8Layers:
+        modules = self.common.fp8_modules or self.adapter.fp8_modules
+        return Fp8Layers(self.parts.values(), modules, self.device, self.dtype)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         super().to(device, model, optimizer, grad)

@@ -1,6 +1,6 @@
 """LoRA: adapters on the trained modules, and their product folded into the weights for passes without a gradient."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -118,8 +118,11 @@ class FoldedLora:
         return sum(layer.get_base_layer().weight.nbytes for layer in lora_layers(parts))
 
     @torch.no_grad()
-    def swap_in(self) -> None:
+    def swap_in(self, but: Collection[torch.nn.Module] = ()) -> None:
+        """`but`: base layers that have their sum in another form."""
         for layer, frozen in zip(self.layers, self.frozen, strict=True):
+            if layer.get_base_layer() in but:
+                continue
             layer.get_base_layer().weight.data = folded(frozen, layer.get_delta_weight("default").float())
         for part in self.parts:
             part.disable_adapters()

@@ -22,6 +22,7 @@ from verl_omni.config import (
     OptimizerConfig,
 )
 from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.workers.engine.fp8 import Fp8Layers
 from verl_omni.workers.engine.policies import Policies
 from verl_omni.workers.engine.replay import Batch
 from verl_omni.workers.layout import Layout
@@ -59,6 +60,8 @@ class TrainingEngine(BaseEngine, ABC):
     #: of what a checkpoint holds, counted
     changes: int
     ema_decay: float
+    #: the layers that can be computed in 8 bits; asked for the first time, it says what cannot
+    fp8: Fp8Layers
 
     # ---- what one engine says of itself, in a folder of its own ---------------------------------------
 
@@ -128,8 +131,15 @@ class TrainingEngine(BaseEngine, ABC):
         """Forward passes inside use the policy of that name: current, reference, ema, old."""
 
     @abstractmethod
-    def whole(self) -> AbstractContextManager[None]:
-        """Every rank holds the whole model inside, ready to generate; no rank waits for another."""
+    def whole(self, precision: str | None = None) -> AbstractContextManager[None]:
+        """Every rank holds the whole model inside, ready to generate; no rank waits for another.
+
+        `precision` is fp8 where layers are to be computed in 8 bits, null for `dtype`.
+        """
+
+    @abstractmethod
+    def in_precision(self, precision: str | None) -> AbstractContextManager[None]:
+        """Passes without a gradient inside are computed in this precision, by the policy that is swapped in."""
 
     @abstractmethod
     def autocast(self) -> AbstractContextManager:

@@ -69,6 +69,8 @@ class RolloutEngine(ABC):
     #: whether it computes a step as training does, operation by operation, so that in float32 its log-probabilities are
     #: training's own to the last bit
     same_arithmetic: ClassVar[bool] = False
+    #: other than that of training, that it can be asked to draw in: values of `actor_rollout_ref.rollout.precision`
+    precisions: ClassVar[tuple[str, ...]] = ()
     #: of the weights that the next request is drawn with
     version: int = 0
 

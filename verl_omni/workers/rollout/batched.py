@@ -41,7 +41,10 @@ class BatchedRollout(RolloutEngine):
     def with_policy(
         self, training: TrainingEngine, policy: str, version: int
     ) -> contextlib.AbstractContextManager[None]:
-        """While it lasts, an engine beside training draws with that policy's weights."""
+        """While it lasts, an engine beside training draws with that policy's weights.
+
+        One that has `precisions` takes `precision` too, where it is asked for one of them.
+        """
 
     def take_seconds(self) -> dict[str, float]:
         """Time spent in each phase since the last call, where the engine counts it."""

@@ -17,6 +17,8 @@ from verl_omni.pipelines.drawing import Drawer, Request, equal_parts
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.single_frame_vae import speed_up_single_frames
 from verl_omni.utils.responses import Response
+from verl_omni.workers.engine.compile.blocks import choose_cache
+from verl_omni.workers.engine.fp8 import Fp8Layers
 from verl_omni.workers.engine.lora import base_name
 from verl_omni.workers.engine.protocol import TrainingEngine
 from verl_omni.workers.rollout.base import RolloutOutput
@@ -27,6 +29,7 @@ from verl_omni.workers.transfer.weights import checked
 
 class DiffusersRollout(Drawer, BatchedRollout):
     same_arithmetic = True
+    precisions = ("fp8",)
 
     def __init__(
         self,
@@ -39,7 +42,9 @@ class DiffusersRollout(Drawer, BatchedRollout):
         prompt_cache_size: int = 4096,
         decode_batch_size: int = 16,
         prompt_cache_megabytes: int = 8192,
+        fp8: Fp8Layers | None = None,
     ):
+        """`fp8`: the layers that a server computes in 8 bits, where a request asks for that."""
         pipe = DiffusionModelBase.get_class(model_config).load_pipeline(model_config, device, dtype)
         parts = equal_parts(config.max_num_seqs, decode_batch_size)
         Drawer.__init__(
@@ -64,11 +69,13 @@ class DiffusersRollout(Drawer, BatchedRollout):
         if config.vae_tiling:
             pipe.vae.enable_tiling()
         if self.compiled_vae:
+            choose_cache()
             pipe.vae.decoder.compile()
         modules = [m for m in pipe.components.values() if isinstance(m, torch.nn.Module)]
         encoders = [m for m in modules if m is not pipe.vae]
         self.encoders = Encoders(encoders, device, False if device.type == "cpu" else config.encoder_offload)
         self.seconds: dict[str, float] = {}
+        self.fp8 = fp8
 
     @classmethod
     def beside(
@@ -86,14 +93,18 @@ class DiffusersRollout(Drawer, BatchedRollout):
         )
 
     @contextlib.contextmanager
-    def with_policy(self, training: TrainingEngine, policy: str, version: int) -> Iterator[None]:
+    def with_policy(
+        self, training: TrainingEngine, policy: str, version: int, precision: str | None = None
+    ) -> Iterator[None]:
         self.version = version
-        with training.eval_mode(), training.policy(policy), training.whole():
+        with training.eval_mode(), training.policy(policy), training.whole(precision):
             yield
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         copy_all(weights, trained, "no trained parameter of the rollout's model")
+        if self.fp8 is not None:
+            self.fp8.hold(fold=True)
 
     def load_base(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         frozen = {base_name(name): p for name, p in self.module.named_parameters() if not p.requires_grad}
@@ -102,7 +113,9 @@ class DiffusersRollout(Drawer, BatchedRollout):
     @names_memory_knobs("rollout")
     def draw_batch(self, requests: list[Request]) -> list[RolloutOutput]:
         self._clock = time.perf_counter()
-        return [answer(sample, self.version) for sample in self.draw(requests)]
+        in_fp8 = self.fp8 is not None and requests[0].params.get("precision") == "fp8"
+        with self.fp8.active() if in_fp8 else contextlib.nullcontext():
+            return [answer(sample, self.version) for sample in self.draw(requests)]
 
     def _before_encoding(self) -> None:
         self.encoders.enter()

@@ -8,6 +8,7 @@ from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.workers.engine.compile.attention import attention_choice
 from verl_omni.workers.engine.compile.blocks import compile_blocks
 from verl_omni.workers.engine.compile.fused_gelu import fuse_gelu
+from verl_omni.workers.engine.fp8 import Fp8Layers
 from verl_omni.workers.engine.module import autocast, build_module, fill_module, on_gpu, resolve_dtypes
 from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
 from verl_omni.workers.rollout.server import RolloutServer
@@ -27,6 +28,9 @@ class DiffusersServer(RolloutServer):
             compile_blocks(parts)
         fill_module(module, self.model_config, device, model_dtype)
         module.eval()
+        fp8 = None
+        if "fp8" in (self.config.precision, self.config.pool.precision):
+            fp8 = Fp8Layers(parts.values(), common.fp8_modules or adapter.fp8_modules, device, dtype)
         return DiffusersRollout(
             self.config,
             self.model_config,
@@ -34,5 +38,6 @@ class DiffusersServer(RolloutServer):
             device,
             dtype,
             autocast=functools.partial(autocast, device, dtype),
+            fp8=fp8,
             **self.config.engine_kwargs,
         )

@@ -2,9 +2,11 @@
 
 import functools
 import os
+import sys
 import threading
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +15,9 @@ from verl_omni.utils.call_signature import argument_names, by_name
 
 
 def repeated_blocks(part: torch.nn.Module) -> list[torch.nn.Module]:
-    """The transformer blocks: what diffusers itself names as the unit of compiling and of placement."""
+    """The transformer blocks: what diffusers itself names as the unit of compiling and of placement, spread or not."""
     names = set(getattr(part, "_repeated_blocks", None) or getattr(part, "_no_split_modules", None) or [])
-    return [m for m in part.modules() if type(m).__name__ in names]
+    return [m for m in part.modules() if names & {cls.__name__ for cls in type(m).__mro__}]  # FSDP makes it a subclass
 
 
 def compile_blocks(parts: dict[str, torch.nn.Module], backend: str = "inductor") -> None:
@@ -40,9 +42,23 @@ def compile_blocks(parts: dict[str, torch.nn.Module], backend: str = "inductor")
 
 
 def choose_cache() -> None:
-    """Where kernels are kept: not in /tmp, which is inductor's own choice and does not last."""
-    cache = os.path.join(os.path.expanduser("~"), ".cache", "verl_omni", "inductor")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+    """Where kernels are kept, unless the user says: not in /tmp, which is inductor's own choice and does not last.
+
+    Where nothing can be written to the user's cache folder, it is /tmp after all.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl_omni" / "inductor"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        writable = os.access(cache, os.W_OK)
+    except OSError:
+        writable = False
+    if writable:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+    else:
+        line = f"Compiled kernels are not kept for the next run: {cache} cannot be written."
+        print(line, file=sys.stderr, flush=True)
 
 
 def start_compilers() -> None:
@@ -55,19 +71,20 @@ def start_compilers() -> None:
 
 
 def compiled_by_mode(block: torch.nn.Module, backend: str) -> Callable:
-    """The block's forward, compiled apart with and without a gradient.
+    """The block's forward, compiled apart with a gradient, without one, and in 8 bits.
 
     Where dynamo sees a second size it goes on with graphs for any size, which are slower. It remembers sizes by
     function: rollouts of 24 rows and updates on 48 are to be two functions, each with one size.
     """
     forward = type(block).forward
     compiled = {
-        grad: torch.compile(types.MethodType(renamed(forward, suffix), block), backend=backend)
-        for grad, suffix in ((True, "with_gradient"), (False, "without_gradient"))
+        mode: torch.compile(types.MethodType(renamed(forward, mode), block), backend=backend)
+        for mode in ("with_gradient", "without_gradient", "in_fp8")
     }
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return compiled[torch.is_grad_enabled()](*args, **kwargs)
+        without = "in_fp8" if getattr(block, "in_fp8", False) else "without_gradient"
+        return compiled["with_gradient" if torch.is_grad_enabled() else without](*args, **kwargs)
 
     return call
 

@@ -1,0 +1,72 @@
+"""What cannot be computed in 8 bits, or would change nothing. Found before a worker starts."""
+
+import torch
+
+from verl_omni.algorithms.registry import get_algorithm
+from verl_omni.config.schema import DiffusionTrainerConfig
+from verl_omni.workers.engine.fp8 import refuse_old_gpu
+from verl_omni.workers.losses import build_loss_function
+from verl_omni.workers.rollout import engine_class
+
+ARR = "actor_rollout_ref"
+
+
+def check_precision(settings: DiffusionTrainerConfig) -> None:
+    arr = settings.actor_rollout_ref
+    asked = {
+        f"{ARR}.rollout.precision": arr.rollout.precision,
+        f"{ARR}.rollout.pool.precision": arr.rollout.pool.precision,
+        f"{ARR}.ref.precision": arr.ref.precision,
+    }
+    asked = {name: precision for name, precision in asked.items() if precision is not None}
+    if not asked and arr.actor.engine.fp8_modules is not None:
+        raise ValueError(
+            f"{ARR}.actor.engine.fp8_modules has no effect where nothing is computed in 8 bits: set "
+            f"{ARR}.rollout.precision=fp8, or leave it out"
+        )
+    modules = arr.actor.engine.fp8_modules
+    if modules is not None and not (isinstance(modules, list) and modules and all(isinstance(m, str) for m in modules)):
+        raise ValueError(
+            f"{ARR}.actor.engine.fp8_modules={modules}: expected a list of names, such as [to_q,to_k,to_v], or null"
+        )
+    for name, precision in asked.items():
+        if precision not in engine_class(arr.rollout.name).precisions:
+            raise ValueError(f"{name}={precision}: {_why_not(arr.rollout.name)}; leave it out, or choose diffusers")
+    if asked and settings.trainer.device != "cpu" and torch.cuda.is_available():
+        refuse_old_gpu("cuda")
+    if arr.ref.precision is not None:
+        _check_reference(settings)
+
+
+def _why_not(engine: str) -> str:
+    if engine == "vllm_omni":
+        return (
+            f"{ARR}.rollout.name=vllm_omni quantises the weights that it reads from the model's folder, and takes no "
+            "trained ones after that"
+        )
+    return f"the rollout engine {engine} does not say that it can draw so (`precisions`)"
+
+
+def _check_reference(settings: DiffusionTrainerConfig) -> None:
+    """Its means are compared with those that drew, by the weights that learn."""
+    arr, where = settings.actor_rollout_ref, f"{ARR}.ref.precision={settings.actor_rollout_ref.ref.precision}"
+    if settings.algorithm.trainer_type != "policy_gradient" or not build_loss_function(arr.actor).needs_reference:
+        raise ValueError(
+            f"{where} has no effect where no mean is compared with the reference's: set {ARR}.actor.use_kl_loss=true, "
+            "or leave it out"
+        )
+    if settings.trainer.max_staleness or get_algorithm(arr.model.algorithm).rollout_policy != "current":
+        raise ValueError(
+            f"{where} takes the means that drew for those of the policy that learns, and here another one draws: leave "
+            "it out, or set trainer.mode=colocated or separate"
+        )
+    if arr.actor.old_log_probs == "rollout":
+        raise ValueError(
+            f"{where} needs old means of the training graph: leave {ARR}.actor.old_log_probs=rollout (or "
+            "algorithm.rollout_correction.bypass_mode) out"
+        )
+    if arr.actor.fsdp_config.ulysses_sequence_parallel_size > 1:
+        raise ValueError(
+            f"{where} is for ranks that compute whole samples: leave it out, or set "
+            f"{ARR}.actor.fsdp_config.ulysses_sequence_parallel_size=1"
+        )
