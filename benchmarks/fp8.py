@@ -52,7 +52,7 @@ def check(sizes: dict[str, tuple[int, int, int]], device: str) -> dict[str, dict
     """How far the device's product is from the emulation's, as a share of its size; TFLOP/s of three ways."""
     refuse_old_gpu(device)
     found = {}
-    compiled = torch.compile(product) if device == "cuda" else product
+    compiled = torch.compile(product, dynamic=False) if device == "cuda" else product
     for name, (rows, inner, outer) in sizes.items():
         torch.manual_seed(0)
         x = torch.randn(rows, inner, device=device, dtype=torch.bfloat16)
