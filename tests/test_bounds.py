@@ -19,7 +19,8 @@ def declared() -> list[Requirement]:
     """What the project itself asks for, without vllm, which is in an environment of its own."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    return [Requirement(r) for r in project["dependencies"] + extras["rewards"] + extras["dev"] if "[rewards]" not in r]
+    named = project["dependencies"] + extras["rewards"] + extras["video"] + extras["dev"]
+    return [Requirement(r) for r in named if not r.startswith("verl-omni[")]
 
 
 def pins(name: str) -> dict[str, Version]:

@@ -1,24 +1,30 @@
 """Kinds of what a model makes: told apart, written as files that others read, answered over HTTP, shown on a page."""
 
 import base64
+import importlib.util
 import io
+import math
+import re
 import wave
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from verl_omni.report.galleries import SHOWN, best_and_worst, read_samples
 from verl_omni.trainer.checks.reward_trial import TRIED
-from verl_omni.utils.responses import GIVEN, KINDS, Sound, kind_of, write_response
+from verl_omni.utils.responses import GIVEN, KINDS, Sound, VideoWithSound, check_package, kind_of, write_response
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.image_http import as_json
 
 RAMP = Sound(torch.tensor([[-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0], [0.0] * 7]), 16_000)
+TONE = Sound(0.5 * torch.sin(torch.arange(3200) * 2 * math.pi * 440 / 8000).expand(2, -1), 8000)
 ONES = {
     "image": torch.full((3, 4, 6), 51, dtype=torch.uint8),
     "video": torch.full((2, 3, 4, 6), 51, dtype=torch.uint8),
     "sound": RAMP,
+    "video with sound": VideoWithSound(torch.full((5, 3, 34, 48), 51, dtype=torch.uint8), TONE, 12.5),
     "text": "3 < 5 & ü",
 }
 
@@ -26,7 +32,7 @@ ONES = {
 def test_every_kind_is_known_wherever_they_are_told_apart():
     assert KINDS.keys() == ONES.keys() == SHOWN.keys() == TRIED.keys()
     assert [kind_of(one).name for one in ONES.values()] == list(ONES)
-    assert set(GIVEN) == {"solution_image", "image", "audio", "sample_rate", "text"}
+    assert set(GIVEN) == {"solution_image", "image", "video", "audio", "sample_rate", "frame_rate", "text"}
 
 
 @pytest.mark.parametrize("one", [torch.zeros(4, 4), torch.zeros(1, 2, 3, 4, 4), b"bytes", None])
@@ -40,6 +46,8 @@ def test_an_engine_that_says_another_kind_than_it_answers():
     with pytest.raises(ValueError, match="says that it made a image, and its response is a text"):
         RolloutOutput("words", modality="image")
     assert RolloutOutput(RAMP).cpu().response.samples is not RAMP.samples
+    both = RolloutOutput(ONES["video with sound"]).cpu().response
+    assert both.frames is not ONES["video with sound"].frames and both.sound.samples is not TONE.samples
 
 
 def test_a_wav_file_is_what_the_standard_library_reads(tmp_path):
@@ -74,6 +82,68 @@ def test_what_a_server_answers():
     assert (sound["kind"], sound["format"]) == ("sound", "wav")
     assert wave.open(io.BytesIO(base64.b64decode(sound["b64_json"]))).getnframes() == 7
     assert as_json("words") == {"kind": "text", "text": "words"}
+
+
+def test_what_a_reward_is_given_of_a_video_with_sound():
+    one, given = ONES["video with sound"], KINDS["video with sound"].given
+    assert torch.equal(given["video"](one), one.frames / 255) and given["audio"](one) is TONE.samples
+    assert (given["frame_rate"](one), given["sample_rate"](one)) == (12.5, 8000)
+    assert [frame.size for frame in given["image"](one)] == [(48, 34)] * 5
+
+
+def test_without_the_package_that_writes_them_a_run_is_refused(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"the package av, .*: pip install 'verl-omni\[video\]'"):
+        check_package(KINDS["video with sound"])
+    for name in ("image", "video", "sound", "text"):
+        check_package(KINDS[name])
+
+
+@pytest.mark.parametrize("rate", [8000, 1600])
+def test_an_mp4_file_has_the_frames_and_the_sound(tmp_path, rate):
+    """Read back by the library that players use too, with losses that nobody sees or hears."""
+    av = pytest.importorskip("av")
+    ramp = (torch.arange(5)[:, None, None, None] * 50).expand(5, 3, 34, 48).to(torch.uint8)
+    tone = Sound(TONE.samples[:, : rate * 2 // 5], rate)
+    assert write_response(VideoWithSound(ramp, tone, 12.5), tmp_path / "one") == "one.mp4"
+    with av.open(str(tmp_path / "one.mp4")) as file:
+        picture, sound = file.streams.video[0], file.streams.audio[0]
+        assert (picture.codec_context.name, picture.codec_context.pix_fmt) == ("h264", "yuv420p")
+        assert float(picture.average_rate) == 12.5 and sound.codec_context.name == "aac"
+        shown = np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)])
+    assert shown.shape == (5, 34, 48, 3) and np.abs(shown[:, 5, 5, 0] - np.arange(5) * 50.0).max() <= 3
+    with av.open(str(tmp_path / "one.mp4")) as file:
+        heard = np.concatenate([frame.to_ndarray() for frame in file.decode(audio=0)], axis=1)
+        rate = file.streams.audio[0].rate
+    assert heard.shape[0] == 2 and heard.shape[1] / rate == pytest.approx(0.4, abs=0.06)
+    middle = heard[0, heard.shape[1] // 4 : heard.shape[1] // 2]
+    assert np.sqrt(np.square(middle).mean()) == pytest.approx(0.5 / math.sqrt(2), rel=0.15)
+
+
+def test_odd_sides_are_written_too(tmp_path):
+    av = pytest.importorskip("av")
+    write_response(VideoWithSound(torch.zeros(3, 3, 33, 47, dtype=torch.uint8), TONE, 24.0), tmp_path / "odd")
+    with av.open(str(tmp_path / "odd.mp4")) as file:
+        assert (file.streams.video[0].height, file.streams.video[0].width) == (34, 48)
+
+
+def test_a_page_plays_sounds_and_videos_by_itself(tmp_path):
+    """Data in the page, a waveform of the sound, a frame before the video plays."""
+    path = tmp_path / write_response(TONE, tmp_path / "tone")
+    shown = SHOWN["sound"](path, "step 1")
+    assert base64.b64decode(re.search(r'src="data:audio/wav;base64,([^"]+)"', shown)[1]) == path.read_bytes()
+    points = [tuple(map(float, pair.split(","))) for pair in re.search(r'points="([^"]+)"', shown)[1].split()]
+    assert len(points) == 2 * 160 and min(y for _, y in points) == pytest.approx(10, abs=0.2)  # of 40: half as loud
+    pytest.importorskip("av")
+    path = tmp_path / write_response(ONES["video with sound"], tmp_path / "both")
+    shown = SHOWN["video with sound"](path, "step 1")
+    assert base64.b64decode(re.search(r'src="data:video/mp4;base64,([^"]+)"', shown)[1]) == path.read_bytes()
+    poster = Image.open(io.BytesIO(base64.b64decode(re.search(r'poster="data:image/png;base64,([^"]+)"', shown)[1])))
+    assert poster.size == (48, 34) and max(abs(c - 51) for c in poster.convert("RGB").getpixel((20, 20))) <= 3
+    assert "<polygon" in shown and "http" not in shown
+    (tmp_path / "none.mp4").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="is no mp4 file"):
+        SHOWN["video with sound"](tmp_path / "none.mp4", "step 1")
 
 
 def lines(folder, *rows: str) -> None:

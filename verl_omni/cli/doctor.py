@@ -21,6 +21,7 @@ PYTHONS = ((3, 10), (3, 13))
 # distribution -> what it is for, and how to get it
 OPTIONAL = {
     "rapidocr": ("the rewards ocr and ocr_line", "pip install 'verl-omni[rewards]'"),
+    "av": ("files of videos with sound", "pip install 'verl-omni[video]'"),
     "vllm-omni": ("rollout with vLLM-Omni", "docs/vllm_omni.md: an environment of its own"),
     "tensorboard": ("trainer.logger=[tensorboard]", "pip install tensorboard"),
     "wandb": ("trainer.logger=[wandb]", "pip install wandb"),

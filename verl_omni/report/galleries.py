@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from verl_omni.report.pictures import data_uri, sound_data, text_in
+from verl_omni.report.pictures import data_uri, movie_player, sound_player, text_in
 from verl_omni.utils.json_files import read_lines
 from verl_omni.utils.readable import readable
 from verl_omni.utils.suggest import unknown
@@ -78,15 +78,12 @@ def _shot(sample: dict[str, Any], folder: Path, step: int, scores: Sequence[floa
     return f'<div class="shot">{_shown(sample, folder, step)}<span>{score}</span>{"".join(told)}</div>'
 
 
-def _sound(path: Path, alt: str) -> str:
-    return f'<audio controls aria-label="{alt}" src="data:audio/wav;base64,{sound_data(path)}"></audio>'
-
-
 #: how a file of each kind is shown (`verl_omni.utils.responses.KINDS`)
 SHOWN: dict[str, Callable[[Path, str], str]] = {
     "image": lambda path, alt: f'<img alt="{alt}" src="{data_uri(path)}">',
     "video": lambda path, alt: f'<img alt="{alt}" src="{data_uri(path)}">',
-    "sound": _sound,
+    "sound": sound_player,
+    "video with sound": movie_player,
     "text": lambda path, alt: f"<blockquote>{escape(text_in(path))}</blockquote>",
 }
 

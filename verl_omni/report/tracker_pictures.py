@@ -1,11 +1,12 @@
 """A run's images and videos in the trackers that people look at, each by its own library."""
 
+import wave
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_omni.report.galleries import read_samples
+from verl_omni.report.galleries import file_of, read_samples
 from verl_omni.utils.image_files import opened_image
 from verl_omni.utils.readable import readable
 
@@ -14,7 +15,7 @@ MOST = 16  # of a step: trackers keep all of them for ever
 
 @dataclass(frozen=True)
 class Picture:
-    """An image file, or an animation; `name` is the same at every step for the same prompt."""
+    """A file that a tracker shows or plays; `name` is the same at every step for the same prompt."""
 
     name: str
     file: Path
@@ -22,15 +23,21 @@ class Picture:
 
     @property
     def moves(self) -> bool:
-        return self.file.suffix == ".gif"
+        return self.file.suffix in (".gif", ".mp4")
+
+    @property
+    def sounds(self) -> bool:
+        return self.file.suffix == ".wav"
 
 
 def pictures_in(folder: Path, kind: str) -> list[Picture]:
     """The first ones of a step that was validated, or whose best and worst images were kept."""
     found = []
     for row in list(read_samples(folder))[:MOST]:
+        if row.get("kind") == "text":
+            continue
         score = "its reward failed" if row["score"] is None else readable(row["score"])
-        file = folder / row["image"]
+        file = folder / file_of(row)
         found.append(Picture(f"{kind}/{file.stem}", file, f"{score}: {row['prompt']}"))
     return found
 
@@ -39,22 +46,37 @@ def to_wandb(wandb: Any, pictures: Sequence[Picture], step: int) -> None:
     """One panel for each kind of picture."""
     panels: dict[str, list[Any]] = {}
     for one in pictures:
-        kind = wandb.Video if one.moves else wandb.Image
+        kind = wandb.Audio if one.sounds else wandb.Video if one.moves else wandb.Image
         panels.setdefault(f"images/{one.name.split('/')[0]}", []).append(kind(str(one.file), caption=one.caption))
     wandb.log(panels, step=step)
 
 
 def to_tensorboard(adapter: Any, pictures: Sequence[Picture], step: int) -> None:
-    """The files as they are: TensorBoard shows a GIF as an animation."""
+    """The files as they are: TensorBoard shows a GIF as an animation, and plays a wav. It has no place for an mp4."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     for one in pictures:
+        adapter.writer.add_text(f"images/{one.name}", one.caption, step)
+        if one.file.suffix == ".mp4":
+            continue
+        if one.sounds:
+            with wave.open(str(one.file)) as sound:
+                rate, channels, count = sound.getframerate(), sound.getnchannels(), sound.getnframes()
+            encoded = Summary.Audio(
+                sample_rate=rate,
+                num_channels=channels,
+                length_frames=count,
+                content_type="audio/wav",
+                encoded_audio_string=one.file.read_bytes(),
+            )
+            value = Summary.Value(tag=f"sounds/{one.name}", audio=encoded)
+            adapter.writer.file_writer.add_summary(Summary(value=[value]), step)
+            continue
         with opened_image(one.file) as image:
             width, height = image.size
         encoded = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=one.file.read_bytes())
         value = Summary.Value(tag=f"images/{one.name}", image=encoded)
         adapter.writer.file_writer.add_summary(Summary(value=[value]), step)
-        adapter.writer.add_text(f"images/{one.name}", one.caption, step)
 
 
 def to_mlflow(adapter: Any, pictures: Sequence[Picture], step: int) -> None:
@@ -62,8 +84,9 @@ def to_mlflow(adapter: Any, pictures: Sequence[Picture], step: int) -> None:
     import mlflow
 
     for one in pictures:
-        if one.moves:
-            mlflow.log_artifact(str(one.file), artifact_path=f"videos/step_{step}/{one.name.split('/')[0]}")
+        if one.moves or one.sounds:
+            place = "sounds" if one.sounds else "videos"
+            mlflow.log_artifact(str(one.file), artifact_path=f"{place}/step_{step}/{one.name.split('/')[0]}")
         else:
             with opened_image(one.file) as image:
                 mlflow.log_image(image.convert("RGB"), key=f"images/{one.name}", step=step)
@@ -72,7 +95,9 @@ def to_mlflow(adapter: Any, pictures: Sequence[Picture], step: int) -> None:
 def to_trackio(adapter: Any, pictures: Sequence[Picture], step: int) -> None:
     trackio = adapter.trackio
     shown = {
-        f"images/{one.name}": trackio.Video(str(one.file), caption=one.caption, format="gif")
+        f"images/{one.name}": trackio.Audio(str(one.file), caption=one.caption)
+        if one.sounds
+        else trackio.Video(str(one.file), caption=one.caption, format=one.file.suffix[1:])
         if one.moves
         else trackio.Image(str(one.file), caption=one.caption)
         for one in pictures

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl_omni.report import run_charts
 from verl_omni.report.following import Follower
-from verl_omni.report.galleries import read_samples
+from verl_omni.report.galleries import file_of, read_samples
 from verl_omni.report.notices import read_notices
 from verl_omni.report.run import Run
 from verl_omni.report.run_state import RunState, read_state
@@ -22,7 +22,10 @@ SHOWN = (
 )
 DEEPEST = 4  # folders below the one that is watched
 LOG_LINES, LOG_BYTES = 200, 2**16
-PICTURES = {".png": "image/png", ".gif": "image/gif", ".jpg": "image/jpeg", ".webp": "image/webp", ".mp4": "video/mp4"}
+PICTURES = {
+    **{".png": "image/png", ".gif": "image/gif", ".jpg": "image/jpeg", ".webp": "image/webp"},
+    **{".mp4": "video/mp4", ".wav": "audio/wav"},
+}
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -68,9 +71,11 @@ class WatchedRun:
     def samples(self, kind: str, step: int) -> list[dict[str, Any]]:
         """The images of a step with what their reward told."""
         folder = self.dir / kind / f"step_{step}"
-        kept = ("index", "prompt", "ground_truth", "score", "seed", "image", "reward_extra_info")
-        rows = [{key: row.get(key) for key in kept} for row in read_samples(folder)]
-        return [row | {"file": f"{kind}/step_{step}/{row['image']}"} for row in rows]
+        kept = ("index", "prompt", "ground_truth", "score", "seed", "kind", "text", "reward_extra_info")
+        return [
+            {key: row.get(key) for key in kept} | {"file": f"{kind}/step_{step}/{file_of(row)}"}
+            for row in read_samples(folder)
+        ]
 
     def picture(self, name: str) -> tuple[Path, str]:
         """(file, its kind) of an image in the run's folder; ValueError for anything else, wherever a link may lead."""

@@ -1,9 +1,10 @@
-"""What a model may answer with, by kind: an image, a video, a sound, a text.
+"""What a model may answer with, by kind: an image, a video, a sound, a video with sound, a text.
 
 All that differs between them on their way is said here: how to tell one, the file that people open, and what a reward
 function is given by the name of its parameter. How a page shows the file is `verl_omni.report.galleries.SHOWN`.
 """
 
+import importlib.util
 import io
 import wave
 from collections.abc import Callable
@@ -23,7 +24,16 @@ class Sound:
     sample_rate: int
 
 
-Response: TypeAlias = "torch.Tensor | Sound | str"
+@dataclass(frozen=True)
+class VideoWithSound:
+    """`frames` are pixels as of a video; both begin at once."""
+
+    frames: "torch.Tensor" = field(repr=False)
+    sound: Sound
+    frame_rate: float
+
+
+Response: TypeAlias = "torch.Tensor | Sound | VideoWithSound | str"
 
 
 @dataclass(frozen=True)
@@ -36,10 +46,17 @@ class Kind:
     file: Callable[[Any], tuple[bytes, str]]
     #: parameter of a reward function -> what it is given, made when it is asked for
     given: dict[str, Callable[[Any], Any]]
+    #: without which its file cannot be written
+    package: str | None = None
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether it has pictures, with or without a sound."""
+        return "image" in self.given
 
 
 def _pixels(dimensions: int) -> Callable[[Any], bool]:
-    return lambda one: not isinstance(one, Sound | str) and getattr(one, "ndim", None) == dimensions
+    return lambda one: not isinstance(one, Sound | VideoWithSound | str) and getattr(one, "ndim", None) == dimensions
 
 
 def _floats(pixels: "torch.Tensor") -> "torch.Tensor":
@@ -82,18 +99,49 @@ def check_sound(sound: Sound) -> None:
         raise ValueError("a sound has NaN or infinite samples: the model that made it has diverged")
 
 
+def _movie_file(response: VideoWithSound) -> tuple[bytes, str]:
+    from verl_omni.utils.movies import mp4_file
+
+    check_sound(response.sound)
+    return mp4_file(response.frames, response.frame_rate, response.sound.samples, response.sound.sample_rate), "mp4"
+
+
+def check_package(kind: Kind) -> None:
+    """Its files can be written, or one line says what to install."""
+    if kind.package is not None and importlib.util.find_spec(kind.package) is None:
+        raise ModuleNotFoundError(
+            f"a {kind.name} is written as a file with the package {kind.package}, which is not installed here: "
+            "pip install 'verl-omni[video]'"
+        )
+
+
 PICTURE = {"solution_image": _floats, "image": _picture}
+VIDEO = PICTURE | {"video": _floats}
+SOUND = {"audio": lambda sound: sound.samples, "sample_rate": lambda sound: sound.sample_rate}
+VIDEO_WITH_SOUND = (
+    {name: lambda one, give=give: give(one.frames) for name, give in VIDEO.items()}
+    | {name: lambda one, give=give: give(one.sound) for name, give in SOUND.items()}
+    | {"frame_rate": lambda one: one.frame_rate}
+)
 KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
         Kind("image", "a tensor, channels x height x width", _pixels(3), _picture_file, PICTURE),
-        Kind("video", "a tensor, frames x channels x height x width", _pixels(4), _picture_file, PICTURE),
+        Kind("video", "a tensor, frames x channels x height x width", _pixels(4), _picture_file, VIDEO),
         Kind(
             "sound",
             "a verl_omni.utils.responses.Sound",
             lambda one: isinstance(one, Sound),
             lambda sound: (wav_file(sound), "wav"),
-            {"audio": lambda sound: sound.samples, "sample_rate": lambda sound: sound.sample_rate},
+            SOUND,
+        ),
+        Kind(
+            "video with sound",
+            "a verl_omni.utils.responses.VideoWithSound",
+            lambda one: isinstance(one, VideoWithSound),
+            _movie_file,
+            VIDEO_WITH_SOUND,
+            package="av",
         ),
         Kind(
             "text",

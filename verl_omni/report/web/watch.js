@@ -136,12 +136,21 @@ function samplesOf(doc, kind, step) {
 
 const source = (doc, sample) => `picture?${new URLSearchParams({run: doc.name, file: sample.file})}`;
 
+// What a sample is, so that it can be seen or heard.
+function made(doc, sample, alt) {
+  const src = source(doc, sample);
+  if (sample.kind === "text") return h("blockquote", {}, sample.text);
+  if (sample.kind === "sound") return h("audio", {src, controls: true, preload: "none", "aria-label": alt});
+  if (sample.kind === "video with sound") return h("video", {src, controls: true, loop: true, preload: "metadata", "aria-label": alt});
+  return h("img", {src, alt, loading: "lazy", decoding: "async"});
+}
+
 function shot(doc, sample, label, range, extra = null) {
   if (!sample) return h("div", {class: "shot"}, h("div", {class: "none"}, "not drawn"), h("span", {class: "of"}, label));
   const good = range[1] > range[0] ? (sample.score - range[0]) / (range[1] - range[0]) : 0.5;
   const told = Object.entries(sample.reward_extra_info ?? {}).slice(0, 8);
   return h("div", {class: "shot"},
-    h("img", {src: source(doc, sample), alt: `${label}: ${sample.prompt}`, loading: "lazy", decoding: "async"}),
+    made(doc, sample, `${label}: ${sample.prompt}`),
     h("span", {class: "of"}, extra, label, sample.score === null
       ? h("b", {class: "down"}, "its reward failed") : h("i", {class: "score", style: {"--good": good.toFixed(2)}}, readable(sample.score))),
     told.map(([name, value]) => h("span", {class: "more"}, `${name.replaceAll("_", " ")}: `, h("b", {}, short(value)))));

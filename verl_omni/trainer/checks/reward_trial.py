@@ -17,24 +17,33 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_omni.rewards.reward_function import SERVICES, RewardError, RewardFunction
 from verl_omni.utils.errors import RunError
-from verl_omni.utils.responses import KINDS, PICTURE
+from verl_omni.utils.responses import GIVEN, GIVEN_MANY, KINDS, PICTURE
 
 SIDE = 512  # of an image whose size the model will choose
 RATE = 16_000
-TRIED = {"image": "a grey image", "video": "a grey image", "sound": "a second of silence", "text": "an empty text"}
+TRIED = {
+    "image": "a grey image",
+    "video": "a grey image",
+    "sound": "a second of silence",
+    "video with sound": "a grey and silent video",
+    "text": "an empty text",
+}
 LONGEST = 10.0  # seconds to wait; a reward that loads a model takes its time in the run
 # What no picture can be to blame for.
 MISTAKES = ("AttributeError", "ImportError", "ModuleNotFoundError", "NameError", "TypeError", "UnboundLocalError")
 
 
-def try_reward(config: DictConfig, row: dict[str, Any], kind: str = "image") -> str | None:
+def try_reward(
+    config: DictConfig, row: dict[str, Any], kind: str = "image", function: RewardFunction | None = None
+) -> str | None:
     """Ask for the score of grey images, of silence or of an empty text.
 
     Raises where that shows a mistake in the function, and returns what else fails: a reward may well refuse a grey
     image that scores drawn ones, so that is only told of.
     """
     custom = config.reward.custom_reward_function
-    function = RewardFunction.of(custom, config.reward.timeout) if custom.path else None
+    if function is None and custom.path:
+        function = RewardFunction.of(custom, config.reward.timeout)
     if function is None or set(function.wanted) & set(SERVICES):
         return None
     function.check_takes(KINDS[kind])
@@ -58,12 +67,16 @@ def try_first(config: DictConfig) -> bool:
     libraries = OmegaConf.select(config, "actor_rollout_ref.model.external_lib")  # which may make anything
     if not own or not files or libraries or OmegaConf.select(config, "algorithm.sample_source") == "offline":
         return False
+    function = RewardFunction.of(config.reward.custom_reward_function, config.reward.timeout)
+    pictures = {*PICTURE, *(f"{name}s" for name in PICTURE)}
+    if not pictures >= {*function.wanted} & {*GIVEN, *GIVEN_MANY}:  # the model has to be asked what it makes
+        return False
     try:
         row, columns = first_row(files, "data.train_files")
         sample = as_sample(row, columns, config.data.prompt_key)
     except (OSError, ValueError, KeyError, StopIteration, AttributeError):
         return False  # the checks will say what is wrong with them
-    if told := try_reward(config, sample):
+    if told := try_reward(config, sample, function=function):
         print(f"warning: {told}", flush=True)
     return True
 
@@ -89,19 +102,33 @@ def unmade(config: DictConfig, row: dict[str, Any], kind: str, function: RewardF
 
 
 def nothing(config: DictConfig, kind: str, function: RewardFunction) -> dict[str, Any]:
-    if KINDS[kind].given is not PICTURE:
+    if not KINDS[kind].is_seen:
         return {"response": "" if kind == "text" else silence()}
     size = config.actor_rollout_ref.rollout.pipeline
     height, width = size.height or SIDE, size.width or SIDE
     frames = [size.num_frames] if (size.num_frames or 1) > 1 else []
+    if kind == "video with sound":
+        return {"response": grey_and_silent(frames or [2], height, width)}
+    if kind == "video" and {"video", "videos"} & set(function.wanted):
+        return {"response": grey(*(frames or [2]), 3, height, width)}
     if function.accepts_any or {"solution_image", "solution_images"} & set(function.wanted):
-        import torch
-
-        return {"response": torch.full((*frames, 3, height, width), 0.5)}
+        return {"response": grey(*frames, 3, height, width)}
     from PIL import Image
 
     image = Image.new("RGB", (width, height), (128, 128, 128))
     return {"image": [image] * frames[0] if frames else image}
+
+
+def grey(*shape: int) -> Any:
+    import torch
+
+    return torch.full(shape, 0.5)
+
+
+def grey_and_silent(frames: list[int], height: int, width: int) -> Any:
+    from verl_omni.utils.responses import VideoWithSound
+
+    return VideoWithSound(grey(*frames, 3, height, width), silence(), 24.0)
 
 
 def silence() -> Any:

@@ -1,0 +1,58 @@
+"""Videos as mp4 files, with their sound or without: H.264 and AAC, which browsers play."""
+
+import io
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+RATE = 48000  # whatever a sound has: the codec counts in parts of 1024 samples, which are short then
+LAYOUTS = {1: "mono", 2: "stereo"}
+
+
+def mp4_file(frames: "torch.Tensor", frame_rate: float, audio: "torch.Tensor", sample_rate: int) -> bytes:
+    """`frames` are uint8, F x C x H x W, `audio` floats in [-1, 1], channels x time: one or two of them."""
+    import av
+
+    if len(audio) not in LAYOUTS:
+        raise ValueError(f"a sound of {len(audio)} channels: a video is written with one or two")
+    file = io.BytesIO()
+    pixels = _even(frames).permute(0, 2, 3, 1).contiguous().numpy()
+    with av.open(file, "w", format="mp4") as out:
+        picture = out.add_stream("libx264", rate=Fraction(frame_rate).limit_denominator(1001), options={"crf": "18"})
+        picture.height, picture.width, picture.pix_fmt = *pixels.shape[1:3], "yuv420p"
+        layout = LAYOUTS[len(audio)]
+        sound = out.add_stream("aac", rate=RATE, layout=layout)
+        for frame in pixels:
+            out.mux(picture.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        out.mux(picture.encode())
+        wave = audio.float().clamp(-1, 1).contiguous().numpy()
+        heard = av.AudioFrame.from_ndarray(wave, format="fltp", layout=layout)
+        heard.sample_rate = sample_rate
+        out.mux(sound.encode(heard))
+        out.mux(sound.encode())
+    return file.getvalue()
+
+
+def poster_and_wave(content: bytes) -> tuple[Any, "np.ndarray | None"]:
+    """Of an mp4 file: the frame in its middle (PIL), and its sound, channels x time."""
+    import av
+    import numpy as np
+
+    with av.open(io.BytesIO(content)) as file:
+        frames = [frame.to_image() for frame in file.decode(video=0)]
+    with av.open(io.BytesIO(content)) as file:
+        parts = [frame.to_ndarray() for frame in file.decode(audio=0)] if file.streams.audio else []
+    return frames[len(frames) // 2], np.concatenate(parts, axis=1) if parts else None
+
+
+def _even(frames: "torch.Tensor") -> "torch.Tensor":
+    """The codec halves both sides of a picture: a last line that has no neighbour comes twice."""
+    import torch.nn.functional as F
+
+    height, width = frames.shape[2:]
+    if height % 2 or width % 2:
+        frames = F.pad(frames.float(), (0, width % 2, 0, height % 2), mode="replicate").to(frames.dtype)
+    return frames
