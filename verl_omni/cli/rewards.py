@@ -8,7 +8,7 @@ from verl_omni.cli.tables import aligned
 
 def rows() -> list[tuple[str, str, str, str]]:
     """(name, what it looks at, ready or what is missing, what it says) of each."""
-    from verl_omni.rewards.registry import about, missing_package, reads, required_settings, reward_names
+    from verl_omni.rewards.registry import about, looks_at, missing_package, reads, required_settings, reward_names
 
     found = []
     for name in reward_names():
@@ -19,7 +19,7 @@ def rows() -> list[tuple[str, str, str, str]]:
             here = f"set {', '.join(settings)}"
         elif weights := not_in_cache(name):
             here = f"load {', '.join(weights)}"
-        found.append((name, ", ".join(("image", *reads(name))), here, about(name)))
+        found.append((name, ", ".join((*looks_at(name), *reads(name))), here, about(name)))
     return found
 
 

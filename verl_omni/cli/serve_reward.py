@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 from verl_omni.rewards import check_package, check_settings, make_scorer
+from verl_omni.rewards.registry import looks_at
 from verl_omni.rewards.serving.contract import Limits
 from verl_omni.utils.external_lib import import_external_lib
 from verl_omni.utils.listening import Connections, is_loopback
@@ -92,6 +93,8 @@ def serve(options: argparse.Namespace) -> bool:
     for name in options.scorers:
         check_settings(name, settings[name])
         check_package(name)
+        if (seen := looks_at(name)) and "image" not in seen:
+            raise ValueError(f"{name} asks for {', '.join(seen)}, and this server takes images and videos")
     token = token_from(options.token_env) if options.token_env else None
     if token is None and not is_loopback(options.host):
         raise ValueError(f"--host {options.host} lets other machines in: name a token for them with --token-env")

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from verl_omni.config.knob import Range
 from verl_omni.utils.registry import Registry
+from verl_omni.utils.responses import GIVEN_MANY
 from verl_omni.utils.secrets import revealed
 from verl_omni.utils.suggest import unknown
 
@@ -69,6 +70,12 @@ def get_reward_fn(name: str) -> RewardFn:
 def reward_names() -> list[str]:
     """All that is registered."""
     return _REWARDS.names()
+
+
+def looks_at(name: str) -> list[str]:
+    """What of a response it takes, as for one sample: image, audio, ..."""
+    taken = [parameter.name for parameter in columns_of(get_reward_fn(name))]
+    return [name.removesuffix("s") for name in taken if name in GIVEN_MANY]
 
 
 def reads(name: str) -> tuple[str, ...]:

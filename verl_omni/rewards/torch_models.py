@@ -1,6 +1,7 @@
 """What rewards with a torch model share: settings, loading with errors in one line, and scoring in batches."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,58 +13,52 @@ from verl_omni.utils.model_code import refuse_code
 
 if TYPE_CHECKING:
     import torch
-    from PIL.Image import Image
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 BatchSize = Annotated[int, Range(least=1, most=MOST_IMAGES)]
 Frames = Annotated[int | None, Range(least=1, most=MOST_IMAGES)]
 
 
-class ModelScorer:
-    """A reward that scores single pictures with a torch model. A video has the mean score of its frames.
+class BatchScorer:
+    """A reward that scores parts of samples with a torch model, some at a time.
 
-    A subclass loads its model in `__init__`, and says in `score` what some pictures are worth.
+    A subclass loads its model in `__init__`, and says in `score` what some parts are worth.
     """
 
     needs_prompts = True
 
-    def __init__(self, name: str, device: str | None, dtype: Dtype, batch_size: int, frames: int | None):
+    def __init__(self, name: str, device: str | None, dtype: Dtype, batch_size: int):
         import torch
 
-        self.name, self.batch_size, self.frames = name, batch_size, frames
+        self.name, self.batch_size = name, batch_size
         self.device, self.dtype = find_device(name, device), getattr(torch, dtype)
         # Tokenizers keep their padding in themselves: two threads must not use one at a time.
         self._lock = threading.Lock()
 
-    def score(self, pictures: list["Image"], prompts: list[str]) -> dict[str, "torch.Tensor"]:
-        """Columns with a number for each picture, one of them "score"."""
+    def score(self, parts: list[Any], prompts: list[str]) -> dict[str, "torch.Tensor"]:
+        """Columns with a number for each part, one of them "score"."""
         raise NotImplementedError
 
-    def __call__(
-        self,
-        images: list,
-        ground_truths: list | None = None,
-        prompts: list[str] | None = None,
-        extra_infos: list[dict] | None = None,
-    ) -> list[dict[str, float]]:
-        prompts = self._checked_prompts(prompts, len(images))
-        videos = [pictures_of(image, self.frames) for image in images]
-        pictures = [frame for video in videos for frame in video]
-        texts = [prompt for video, prompt in zip(videos, prompts, strict=True) for _ in video]
-        rows = iter(self._rows(pictures, texts))
-        return [_mean([next(rows) for _ in video]) for video in videos]
-
-    def _rows(self, pictures: list["Image"], prompts: list[str]) -> list[dict[str, float]]:
+    def batched(self, parts: list[Any], function: Callable[[list[Any]], list[Any]]) -> list[Any]:
+        """`function` of all parts, asked for some at a time."""
         import torch
 
-        rows = []
-        for start in range(0, len(pictures), self.batch_size):
-            part = slice(start, start + self.batch_size)
+        found = []
+        for start in range(0, len(parts), self.batch_size):
             with self._lock, torch.inference_mode():
-                columns = self.score(pictures[part], prompts[part])
-            values = {name: column.double().tolist() for name, column in columns.items()}
-            rows += [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
-        return rows
+                found += function(parts[start : start + self.batch_size])
+        return found
+
+    def _scored(self, samples: list[list[Any]], prompts: list[str]) -> list[dict[str, float]]:
+        """The mean over the parts of each."""
+        pairs = [(part, prompt) for parts, prompt in zip(samples, prompts, strict=True) for part in parts]
+        rows = iter(self.batched(pairs, self._rows))
+        return [_mean([next(rows) for _ in parts]) for parts in samples]
+
+    def _rows(self, pairs: list[tuple[Any, str]]) -> list[dict[str, float]]:
+        columns = self.score([part for part, _ in pairs], [prompt for _, prompt in pairs])
+        values = {name: column.double().tolist() for name, column in columns.items()}
+        return [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
 
     def _checked_prompts(self, prompts: list[str] | None, count: int) -> list[str]:
         if not self.needs_prompts:
@@ -75,6 +70,42 @@ class ModelScorer:
             if not isinstance(prompt, str) or not prompt.strip():
                 raise ValueError(f'the reward "{self.name}" needs prompts, and that of image {index} is {prompt!r}')
         return prompts
+
+
+class ModelScorer(BatchScorer):
+    """A reward of single pictures. A video has the mean score of its frames."""
+
+    def __init__(self, name: str, device: str | None, dtype: Dtype, batch_size: int, frames: int | None):
+        super().__init__(name, device, dtype, batch_size)
+        self.frames = frames
+
+    def __call__(
+        self,
+        images: list,
+        ground_truths: list | None = None,
+        prompts: list[str] | None = None,
+        extra_infos: list[dict] | None = None,
+    ) -> list[dict[str, float]]:
+        prompts = self._checked_prompts(prompts, len(images))
+        return self._scored([pictures_of(image, self.frames) for image in images], prompts)
+
+
+class SoundScorer(BatchScorer):
+    """A reward of sounds: `parts` makes of one what the model takes, and the score is the mean over them."""
+
+    def parts(self, audio: Any, sample_rate: int) -> list[Any]:
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        audios: list,
+        sample_rates: list[int],
+        ground_truths: list | None = None,
+        prompts: list[str] | None = None,
+        extra_infos: list[dict] | None = None,
+    ) -> list[dict[str, float]]:
+        prompts = self._checked_prompts(prompts, len(audios))
+        return self._scored([self.parts(*sound) for sound in zip(audios, sample_rates, strict=True)], prompts)
 
 
 def _mean(rows: list[dict[str, float]]) -> dict[str, float]:

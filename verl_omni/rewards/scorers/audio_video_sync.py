@@ -1,0 +1,47 @@
+"""Do sounds begin where something moves? A reward without weights, from frames and samples alone."""
+
+from typing import Any
+
+import numpy as np
+
+from verl_omni.rewards.registry import register_reward
+from verl_omni.rewards.sounds import mono
+
+
+def motion(video: Any) -> np.ndarray:
+    """Of each frame but the first: its mean difference from the one before, over pixels in [0, 1]."""
+    if len(video) < 3:
+        raise ValueError(f"this reward follows what moves, and a video has {len(video)} frames: expected 3 or more")
+    return np.abs(np.diff(video.float().numpy(), axis=0)).mean(axis=(1, 2, 3))
+
+
+def onsets(wave: np.ndarray, sample_rate: int, frame_rate: float, frames: int) -> np.ndarray:
+    """Of each frame but the first: how much louder the sound is in its time than in that of the one before."""
+    ends = np.round(np.arange(frames + 1) * sample_rate / frame_rate).astype(int)
+    if ends[-2] >= len(wave):
+        raise ValueError(
+            f"a sound of {len(wave) / sample_rate:.3f} s ends before the last of {frames} frames at {frame_rate:g} a "
+            "second"
+        )
+    parts = [wave[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+    level = np.array([np.sqrt(np.mean(np.square(part))) if len(part) else 0.0 for part in parts])
+    return np.maximum(np.diff(level), 0)
+
+
+@register_reward("audio_video_sync")
+def compute_score_audio_video_sync(
+    videos: list, audios: list, sample_rates: list[int], frame_rates: list[float], *_: Any
+) -> list[dict[str, float]]:
+    """Do sounds begin where something moves? The correlation of onsets and motion, frame by frame: -1 to 1.
+
+    Motion is how much a frame differs from the one before, an onset how much louder the sound is in its time. Where
+    nothing moves, all moves alike or no sound begins, they have nothing to do with each other: 0.
+    """
+    answers = []
+    for video, audio, sample_rate, frame_rate in zip(videos, audios, sample_rates, frame_rates, strict=True):
+        moves = motion(video)
+        begins = onsets(mono(audio, sample_rate), sample_rate, frame_rate, len(video))
+        moves, begins = moves - moves.mean(), begins - begins.mean()
+        size = np.linalg.norm(moves) * np.linalg.norm(begins)
+        answers.append({"score": float(moves @ begins / size) if size > 1e-12 else 0.0})
+    return answers
