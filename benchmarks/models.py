@@ -1,5 +1,6 @@
 """Folders of configurations and tokenizers only; `load_format=dummy` gives them random weights on the device."""
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,27 @@ Z_IMAGE = {
 WAN_1_3B = {
     "num_attention_heads": 12, "attention_head_dim": 128, "in_channels": 16, "out_channels": 16, "text_dim": 4096,
     "freq_dim": 256, "ffn_dim": 8960, "num_layers": 30, "rope_max_seq_len": 1024,
+}  # fmt: skip
+
+WAN_TI2V_5B = WAN_1_3B | {
+    "num_attention_heads": 24, "in_channels": 48, "out_channels": 48, "ffn_dim": 14336,
+}  # fmt: skip
+WAN_2_2_VAE = {
+    "base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2,
+    "temperal_downsample": [False, True, True], "is_residual": True, "in_channels": 12, "out_channels": 12,
+    "patch_size": 2, "scale_factor_spatial": 16, "scale_factor_temporal": 4, "latents_mean": [0.0] * 48,
+    "latents_std": [1.0] * 48,
+}  # fmt: skip
+# What is not here is the default of diffusers' class: the published model's.
+LTX2_VAE = {
+    "latent_channels": 128, "block_out_channels": [256, 512, 1024, 2048],
+    "down_block_types": ["LTX2VideoDownBlock3D"] * 4, "decoder_block_out_channels": [256, 512, 1024],
+    "layers_per_block": [4, 6, 6, 2, 2], "decoder_layers_per_block": [5, 5, 5, 5],
+    "spatio_temporal_scaling": [True] * 4, "decoder_spatio_temporal_scaling": [True] * 3,
+    "decoder_inject_noise": [False] * 4, "downsample_type": ["spatial", "temporal", "spatiotemporal", "spatiotemporal"],
+    "upsample_type": ["spatiotemporal"] * 3, "upsample_residual": [True] * 3, "upsample_factor": [2, 2, 2],
+    "patch_size": 4, "spatial_compression_ratio": 32, "temporal_compression_ratio": 8,
+    "decoder_spatial_padding_mode": "reflect",
 }  # fmt: skip
 
 
@@ -124,8 +146,49 @@ def wan_1_3b(out: Path) -> Path:
     return folder
 
 
+def wan_ti2v_5b(out: Path) -> Path:
+    """Real transformer (5B, a timestep for each token) and VAE; the text encoder has its real width and few layers."""
+    folder = build_tiny_random("WanPipeline", out)
+    _update(folder / "model_index.json", {"expand_timesteps": True})
+    _update(folder / "transformer/config.json", WAN_TI2V_5B)
+    _update(folder / "vae/config.json", WAN_2_2_VAE)
+    _update(folder / "text_encoder/config.json", {"d_model": 4096})
+    return folder
+
+
+def ltx2(out: Path) -> Path:
+    """Real transformer (19B), VAEs, connectors and vocoder; the text encoder has its real width and two layers."""
+    import diffusers
+    from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
+
+    folder = build_tiny_random("LTX2Pipeline", out)
+    for name, cls in (
+        ("transformer", diffusers.LTX2VideoTransformer3DModel),
+        ("audio_vae", diffusers.AutoencoderKLLTX2Audio),
+        ("connectors", LTX2TextConnectors),
+        ("vocoder", LTX2Vocoder),
+    ):
+        defaults = {
+            name: parameter.default
+            for name, parameter in inspect.signature(cls.__init__).parameters.items()
+            if parameter.default is not parameter.empty
+        }
+        _update(folder / name / "config.json", defaults)
+    _update(folder / "connectors/config.json", {"text_proj_in_factor": 3})
+    _update(folder / "vae/config.json", LTX2_VAE)
+    path = folder / "text_encoder/config.json"
+    config = json.loads(path.read_text())
+    config["text_config"].update({"hidden_size": 3840, "num_attention_heads": 16, "head_dim": 256})
+    path.write_text(json.dumps(config))
+    return folder
+
+
 def tiny_sd3(out: Path) -> Path:
     return build_tiny_random("StableDiffusion3Pipeline", out)
+
+
+def tiny_ltx2(out: Path) -> Path:
+    return build_tiny_random("LTX2Pipeline", out)
 
 
 def tiny_qwen_image(out: Path) -> Path:

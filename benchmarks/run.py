@@ -3,6 +3,7 @@
     python -m benchmarks.run sd35m            # SD3.5-medium, one GPU
     python -m benchmarks.run qwen-image       # Qwen-Image 20B, one GPU
     python -m benchmarks.run flux-dev flux2-klein z-image wan-1.3b   # the others, few images: do they run, how fast
+    python -m benchmarks.run ltx2 wan-ti2v-5b --images 8             # videos, with and without sound
     python -m benchmarks.run --small          # both in miniature, on a CPU
 
 Further arguments are overrides of the training config. The first steps (compiling) are left out of the averages.
@@ -66,6 +67,14 @@ QWEN = [
     "actor_rollout_ref.model.lora_rank=64",
 ]
 
+# The files of videos with sound want a package that a benchmark can do without.
+LTX2 = [
+    "actor_rollout_ref.rollout.pipeline.guidance_scale=3",
+    "actor_rollout_ref.rollout.pipeline.audio_guidance_scale=3",
+    "actor_rollout_ref.rollout.algo.audio_share=0.3",
+    "trainer.log_train_groups=0",
+    "reward.scorers=[{name: audio_video_sync, weight: 1}]",
+]
 
 
 def few(model: str, overrides: list[str]) -> Work:
@@ -105,6 +114,23 @@ WORKS = {
         "wan_1_3b",
         ["actor_rollout_ref.rollout.pipeline.guidance_scale=5", "actor_rollout_ref.rollout.pipeline.num_frames=17",
          f"reward.custom_reward_function.path={Path(__file__).with_name('brightness.py')}"],
+    ),
+    "wan-ti2v-5b": few(
+        "wan_ti2v_5b",
+        ["actor_rollout_ref.rollout.pipeline.guidance_scale=5", "actor_rollout_ref.rollout.pipeline.num_frames=49",
+         f"reward.custom_reward_function.path={Path(__file__).with_name('brightness.py')}"],
+    ),
+    "ltx2": few(
+        "ltx2",
+        [*LTX2, "actor_rollout_ref.rollout.pipeline.num_frames=49",
+         "actor_rollout_ref.rollout.pipeline.max_sequence_length=256",
+         "actor_rollout_ref.model.enable_gradient_checkpointing=true"],
+    ),
+    "tiny-ltx2": Work(
+        "tiny_ltx2",
+        8,
+        [*SQUARE_32, *LTX2, "actor_rollout_ref.rollout.pipeline.num_frames=5", "actor_rollout_ref.model.lora_rank=4",
+         "actor_rollout_ref.rollout.max_num_seqs=8", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8"],
     ),
     "tiny-sd3": Work(
         "tiny_sd3",

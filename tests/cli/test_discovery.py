@@ -20,7 +20,8 @@ def test_every_model_that_has_an_adapter_is_listed(monkeypatch, capsys):
 
     page = said(monkeypatch, capsys, "models")
     assert all(f"\n{name} " in page for name in _BUILTIN)
-    assert {row[0] for row in models.rows() if row[2] == "prompts with images"} == {"QwenImageEditPlusPipeline"}
+    edits = {"QwenImageEditPlusPipeline", "FluxKontextPipeline", "WanImageToVideoPipeline", "LTX2ImageToVideoPipeline"}
+    assert {row[0] for row in models.rows() if row[2] == "prompts with images"} == edits
 
 
 def test_every_algorithm_has_a_recipe_here(monkeypatch, capsys):

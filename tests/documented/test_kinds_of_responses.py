@@ -4,6 +4,7 @@ What a reward is given, what lies in the run's folder and what the report shows 
 """
 
 import base64
+import io
 import json
 import re
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from e2e_runs import ROOT, metrics, run_here, settings
+from tiny_models import tiny_checkpoint
 
 from verl_omni.utils.errors import RunError
 
@@ -68,6 +70,38 @@ def test_a_model_that_makes_sound(tmp_path, monkeypatch, process_group):
     assert any(name.endswith("_best.wav") for name in best)
     played = re.findall(r'<audio controls[^>]* src="data:audio/wav;base64,([^"]+)"', (done / "report.html").read_text())
     assert (done / "validation/step_2" / rows[0]["file"]).read_bytes() in [base64.b64decode(one) for one in played]
+
+
+PIPELINE = "actor_rollout_ref.rollout.pipeline"
+BOTH = [f"{PIPELINE}.{one}" for one in ("height=32", "width=64", "num_frames=5", "max_sequence_length=64")]
+SEEN_AND_HEARD = """
+def compute_score(video, audio, sample_rate, frame_rate, image):
+    assert video.shape == (5, 3, 32, 64) and len(image) == 5 and audio.shape[0] == 2
+    assert abs(audio.shape[1] / sample_rate - 5 / frame_rate) < 0.1
+    return {"score": float(audio.abs().mean()), "bright": float(video.mean())}
+"""
+
+
+def test_a_model_that_makes_videos_with_sound(tmp_path, monkeypatch, process_group):
+    """Files that a player's library reads, and a page that plays them without a network."""
+    av = pytest.importorskip("av")
+    (tmp_path / "reward.py").write_text(SEEN_AND_HEARD)
+    steps = ("trainer.total_training_steps=2", "actor_rollout_ref.actor.optim.lr=0.01")
+    own = ("reward.custom_reward_function.path=reward.py", "actor_rollout_ref.rollout.algo.audio_share=0.5")
+    model = tiny_checkpoint("LTX2Pipeline")
+    run_here(settings("run", *steps, *own, *BOTH, model=model), tmp_path, monkeypatch)
+    done = tmp_path / "run"
+    found = metrics(done)
+    assert found[1]["actor/first_ratio_max_dev"] < 1e-6 and found[2]["actor/grad_norm"] > 0
+    rows, page = samples(done / "validation/step_2"), (done / "report.html").read_text()
+    assert rows and all(row["kind"] == "video with sound" and row["file"].endswith(".mp4") for row in rows)
+    for row in rows:
+        content = (done / "validation/step_2" / row["file"]).read_bytes()
+        with av.open(io.BytesIO(content)) as file:
+            assert [stream.type for stream in file.streams] == ["video", "audio"]
+            assert len(list(file.decode(video=0))) == 5
+        assert base64.b64encode(content).decode() in page
+    assert "<video controls" in page and 'poster="data:image/png' in page and "<polygon" in page
 
 
 @pytest.mark.parametrize("separate", [False, True])

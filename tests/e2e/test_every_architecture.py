@@ -18,6 +18,9 @@ from verl_omni.testing.local_trainer import local_config, local_trainer
 ALGORITHM, LOSS = "actor_rollout_ref.model.algorithm", "actor_rollout_ref.actor.diffusion_loss"
 PIPELINE, WINDOW = "actor_rollout_ref.rollout.pipeline", "actor_rollout_ref.rollout.algo"
 VIDEO = [f"{PIPELINE}.num_frames=5", "reward.custom_reward_function.path={folder}/brightness.py"]
+FULL = ["actor_rollout_ref.model.lora_rank=0"]  # diffusers has no LoRA for it
+SOUND = [f"{PIPELINE}.height=512", f"{PIPELINE}.width=512", "reward.custom_reward_function.path=null"]
+SOUND += ["reward.scorers=[{name: loudness, weight: 1}, {name: silence, weight: 0.5}]"]
 BRIGHTNESS = """
 def compute_score(image):
     assert len(image) == 5, "a video is a list of its frames"
@@ -41,6 +44,7 @@ RUNS = {
     "Flux2Pipeline": ("flow_dppo", f"{PIPELINE}.guidance_scale=4"),
     "Flux2KleinPipeline": ("diffusion_nft", f"{PIPELINE}.guidance_scale=1"),
     "ZImagePipeline": ("awm", f"{PIPELINE}.guidance_scale=0"),
+    "LongCatAudioDiTPipeline": ("flow_grpo", f"{PIPELINE}.audio_duration_s=0.02", *FULL, *SOUND),
     "WanPipeline": ("dpo", *VIDEO),
     "WanPipeline-2.2": ("flow_grpo", f"{PIPELINE}.guidance_scale=3", *VIDEO),
 }
@@ -75,7 +79,8 @@ def test_two_steps(architecture, tmp_path, monkeypatch, process_group):
     arguments = settings(
         run_dir, f"{ALGORITHM}={algorithm}", "trainer.total_training_steps=2", *particular, model=model
     )
-    more = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=0.01", "data.val_batch_size=1"]
+    more = ["actor_rollout_ref.actor.optim.lr=0.01", "data.val_batch_size=1"]
+    more += [] if FULL[0] in particular else ["actor_rollout_ref.model.lora_rank=4"]
     local_trainer(local_config([*arguments, *more])).fit()
     seen = metrics(run_dir)
     for step in (1, 2):

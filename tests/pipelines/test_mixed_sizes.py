@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 import torch
-from test_architectures import PROMPTS, SEQUENCE, SIZES, TABLE, config, mean_log_prob, rollout, training_engine
+from test_architectures import PROMPTS, SEQUENCE, TABLE, as_param, config, mean_log_prob, rollout, training_engine
 
 from verl_omni.workers.columns import Ragged, stacked
 
@@ -19,7 +19,7 @@ def draw(row, engine, i: int):
         return engine.adapter.tokenize(tokenizers, text, SEQUENCE, row.images and row.images[i])
 
     steps = engine.adapter.num_steps(engine.model_config)
-    size = {"height": SIZES[i][0], "width": SIZES[i][1]}
+    size = dict(row.sizes[i])
     if "num_frames" in engine.adapter.pipeline_knobs(engine.model_config):
         size["num_frames"] = (5, 9)[i]
     params = {"seed": i, "keep_trajectory": True, "sde_window": (0, steps - 1), "noise_level": NOISE[i], **size}
@@ -40,9 +40,9 @@ def gradient(engine, data) -> list[torch.Tensor]:
         return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in engine.parameters.values()]
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [as_param(row) for row in TABLE])
 def test_each_sample_is_trained_as_it_was_drawn(row):
-    engine = training_engine(config(row, cfg=True, noise=NOISE[0], lora_rank=2, lora_init="gaussian"))
+    engine = training_engine(config(row, cfg=True, noise=NOISE[0], lora_rank=2 * row.lora, lora_init="gaussian"))
     engine.micro_batch_size = 2
     outputs = [draw(row, rollout(engine.model_config, engine.module), i) for i in (0, 1)]
     mixed = batch([outputs[1], outputs[0], outputs[1]])

@@ -18,6 +18,7 @@ def numbers() -> list[BadInput]:
         f"{A}rollout.pipeline.height=40", f"{A}rollout.pipeline.height=-32",
         f"{A}rollout.pipeline.num_inference_steps=0", f"{A}rollout.pipeline.num_frames=5",
         f"{A}rollout.pipeline.guidance_scale=4", f"{A}rollout.pipeline.max_sequence_length=-5",
+        f"{A}rollout.pipeline.audio_duration_s=5", f"{A}rollout.algo.audio_share=0.5",
         f"{A}rollout.algo.noise_level=0", f"{A}rollout.algo.noise_level=-0.7", f"{A}rollout.algo.noise_level=nan",
         f"{A}rollout.algo.sde_window_size=10", f"{A}rollout.val_kwargs.n=0", f"{A}rollout.val_kwargs.noise_level=-1",
         f"{A}rollout.val_kwargs.pipeline.width=8", f"{A}rollout.val_kwargs.pipeline.max_sequence_length=0",

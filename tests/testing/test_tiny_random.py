@@ -1,18 +1,23 @@
+import dataclasses
 import hashlib
 import inspect
 from pathlib import Path
 
 import pytest
+import test_architectures as architectures
 import torch
 from diffusers import DiffusionPipeline
+from test_architectures import mended_upstream, small_references  # noqa: F401
 from tiny_models import tiny_checkpoint
 from transformers import Qwen2Tokenizer
 
 from verl_omni.testing.tiny_random import BUILDERS, QWEN_EDIT_PREFIX, QWEN_IMAGE_PREFIX, build_tiny_random
 
 PIPELINES = sorted(BUILDERS)
-# Without Qwen-Image-Edit, whose processor wants torchvision: it draws in pipelines/test_architectures.py
-DRAWN = [name for name in PIPELINES if "Edit" not in name]
+# Others want images or make sound: they draw in pipelines/test_architectures.py, and in the last test here.
+SOUND = {"audio_duration_s", "frame_rate"}
+PARTICULAR = [row for row in architectures.TABLE if row.images or SOUND & {*row.sizes[0], *row.both}]
+DRAWN = [name for name in PIPELINES if name not in {row.name for row in PARTICULAR}]
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -106,3 +111,16 @@ def test_qwen_chat_template_writes_chatml():
 def test_unknown_name_gets_the_nearest_known_one(tmp_path):
     with pytest.raises(ValueError, match='unknown tiny pipeline "QwenImagePipelin": did you mean "QwenImagePipeline"'):
         build_tiny_random("QwenImagePipelin", tmp_path)
+
+
+@pytest.mark.parametrize("row", [architectures.as_param(row) for row in PARTICULAR])
+def test_what_is_particular_answers_to_seed_prompt_and_images(row):
+    pipe = architectures.upstream(row.name)
+    first, *others = (
+        architectures.draw(pipe, row, i, cfg=True, of=of)[0]
+        for i, of in ((0, {}), (0, {"prompt": "a dog"}), (1, {"prompt": architectures.PROMPTS[0]}))
+    )
+    seen = [dataclasses.replace(row, images=[row.images[2]])] if row.images else []
+    others += [architectures.draw(pipe, one, 0, cfg=True)[0] for one in seen]
+    for other in others:
+        assert (first - other).abs().mean() > 1e-3

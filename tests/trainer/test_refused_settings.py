@@ -342,6 +342,28 @@ def test_a_pipeline_knob_that_the_architecture_does_not_have(architecture, knob,
     assert said in refused(f"{ROLLOUT}.val_kwargs.pipeline.{knob}", architecture=architecture)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "override", "said"),
+    [
+        ("LongCatAudioDiTPipeline", f"{ROLLOUT}.val_kwargs.n=1", "pipeline.height=32 has no effect on LongCatAudioDiT"),
+        ("QwenImagePipeline", f"{ROLLOUT}.algo.audio_share=0.5", "is for a video with sound, and QwenImagePipeline"),
+        ("QwenImagePipeline", f"{ROLLOUT}.pipeline.audio_duration_s=2", "audio_duration_s=2.0 has no effect"),
+        ("LTX2Pipeline", f"{ROLLOUT}.algo.audio_share=1.5", "audio_share=1.5: expected 0 or more, at most 1"),
+        ("LTX2Pipeline", f"{ROLLOUT}.pipeline.num_frames=4", "num_frames=4: LTX-2 makes 2k + 1 frames, such as 5"),
+        ("WanImageToVideoPipeline", f"{ROLLOUT}.pipeline.num_frames=1", "num_frames=1: the first frame is given"),
+        ("ChromaPipeline", f"{MODEL}.enable_gradient_checkpointing=true", "Chroma leaves the mask of the prompt out"),
+    ],
+)
+def test_what_models_of_sound_and_given_frames_cannot_do(architecture, override, said):
+    assert said in refused(override, architecture=architecture)
+
+
+def test_lora_where_diffusers_has_none():
+    sized = [f"{ROLLOUT}.pipeline.{name}=512" for name in ("height", "width")]
+    line = refused(f"{MODEL}.lora_rank=4", *sized, architecture="LongCatAudioDiTPipeline")
+    assert "diffusers' LongCatAudioDiTTransformer takes no LoRA; train all its weights, lora_rank=0" in line
+
+
 @pytest.mark.parametrize("key", ["trainer.typo", "typo", f"{ROLLOUT}.algo.noise", f"{MODEL}.extras"])
 def test_a_key_that_nothing_reads(key):
     """Hydra's `+` adds whatever it is told; recipes go through the same check."""

@@ -94,7 +94,12 @@ def load_trained(weights: Weights, architecture: str, parts: Mapping[str, torch.
 
 def lora_state(folder: Any, architecture: str) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
     """The tensors of a LoRA file in diffusers' own keys, and the rank and alpha that it was made with."""
-    *found, metadata = pipeline_class(architecture).lora_state_dict(
+    from diffusers.loaders import HunyuanVideoLoraLoaderMixin
+
+    # Pipelines that load none themselves have the same keys.
+    reader = pipeline_class(architecture)
+    reader = reader if hasattr(reader, "lora_state_dict") else HunyuanVideoLoraLoaderMixin
+    *found, metadata = reader.lora_state_dict(
         str(folder), weight_name=LORA_FILE, use_safetensors=True, return_lora_metadata=True
     )
     return found[0], metadata

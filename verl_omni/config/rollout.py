@@ -46,6 +46,15 @@ class DiffusionPipelineConfig:
     guidance_scale_2: float | None = knob(
         None, "Wan2.2: guidance of the low-noise transformer; null: guidance_scale", least=0, of_some_models=True
     )
+    audio_guidance_scale: float | None = knob(
+        None, "guidance of the sound of a video with sound; null: guidance_scale", least=0, of_some_models=True
+    )
+    frame_rate: float | None = knob(
+        None, "frames a second of a video with sound; null: the pipeline's own", above=0, of_some_models=True
+    )
+    audio_duration_s: float | None = knob(
+        None, "seconds of a sound, counted in thousandths; null: 10", least=0.001, most=600, of_some_models=True
+    )
     negative_prompt: str | None = knob(
         None, "negative prompt where the data has no `negative_prompt` column; null: as the model's pipeline has it"
     )
@@ -105,6 +114,13 @@ class DiffusionRolloutAlgoConfig:
     )
     sde_window_per_group: bool | None = knob(
         None, "a random window is drawn for each prompt, not for each step", needs=POLICY_GRADIENT
+    )
+    audio_share: float | None = knob(
+        None,
+        "a video with sound: the sound's share of a step's log-probability; null: every latent number counts the same",
+        least=0,
+        most=1,
+        needs=POLICY_GRADIENT,
     )
     same_initial_noise: bool | None = knob(None, "all images of a prompt start from the same noise")
     branches: int | None = knob(

@@ -3,7 +3,8 @@
 ``prompt`` (text, or messages with one user turn) is all that a row needs. verl's layout has ``data_source`` (which
 reward, where the settings name none) and ``reward_model`` (``{"style", "ground_truth"}``; a column ``ground_truth`` is
 as good); optional are ``negative_prompt``, ``images``, ``agent_name``, ``extra_info``, and ``height``, ``width``,
-``num_frames`` where a prompt's images are to have another size than the run's. All other columns are handed on in
+``num_frames``, ``audio_duration_s`` where a prompt's samples are to have another size than the run's. All other columns
+are handed on in
 ``extra_info``, under their names: there they reach the reward, and none can pass for a field of the run's own such as
 ``seed``. A key that ``extra_info`` has itself stays as it is.
 A prompt is the user's text alone: the model's own template is added by its adapter.
@@ -16,10 +17,12 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from verl_omni.config.knob import MOST_IMAGES
 from verl_omni.data.open_images import check_images
 from verl_omni.data.prompt_files import read_files
 from verl_omni.data.prompt_rows import SIZES, as_sample, user_text, valid_text
 
+PIXELS, SECONDS = (int, 1, "a whole number, such as 512"), (int | float, 0.001, "a number of seconds, such as 2.5")
 FROM = ("data_source", "reward_model", "ground_truth")  # what a row's reward is chosen and told by
 MOST_LETTERS = 100_000  # of a prompt: no text encoder reads as many, and a tokenizer takes its time
 
@@ -64,11 +67,16 @@ class PromptDataset(Dataset):
             if asked:
                 yield where, asked
 
-    def check_images(self) -> None:
-        """Every image of the column `images` is there and is one, or one line names the row."""
+    def check_images(self, least: int = 0, most: int = MOST_IMAGES) -> None:
+        """Every image of the column `images` is there and is one, and rows have so many, or one line names the row."""
         for file in self._files:
             for where, row in file.scan(("images",), at_once=16) if "images" in file.columns else ():
                 _check_images(row["images"], where)
+                count = len(row["images"]) if isinstance(row["images"], list) else int(row["images"] is not None)
+                if not least <= count <= most:
+                    some = f"{least} to {most}" if most < MOST_IMAGES else f"{least} or more"
+                    wanted = str(least) if least == most else some
+                    raise ValueError(f"{where}: images has {count}, and this model takes {wanted} with a prompt")
 
     def __len__(self) -> int:
         return self._length
@@ -111,8 +119,11 @@ def _check(row: dict, prompt_key: str, where: str, columns: Sequence[str]) -> No
     if not isinstance(row["agent_name"], str | None):
         raise ValueError(f"{where}: agent_name is {row['agent_name']!r:.60}; expected the name of an agent loop")
     for name in SIZES:
-        if row[name] is not None and (not isinstance(row[name], int) or isinstance(row[name], bool) or row[name] < 1):
-            raise ValueError(f"{where}: {name} is {row[name]!r:.60}; expected a whole number, such as 512")
+        if row[name] is None:
+            continue
+        kind, least, such = SECONDS if name == "audio_duration_s" else PIXELS
+        if not isinstance(row[name], kind) or isinstance(row[name], bool) or not row[name] >= least:
+            raise ValueError(f"{where}: {name} is {row[name]!r:.60}; expected {such}")
     for name, value in (("data_source", row["data_source"]), ("ground_truth", reward["ground_truth"])):
         if isinstance(value, str):
             try:

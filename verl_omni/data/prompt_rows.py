@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 NO_SOURCE = "prompts"  # the data_source of rows that have none: in the names of metrics
-SIZES = ("height", "width", "num_frames")
+SIZES = ("height", "width", "num_frames", "audio_duration_s")
 FIELDS = ("data_source", "reward_model", "negative_prompt", "images", "agent_name", "extra_info", *SIZES)
 MESSAGES = '[{"role": "user", "content": "..."}]'
 

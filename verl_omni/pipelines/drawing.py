@@ -97,6 +97,7 @@ class Drawer:
 
         guided = self.adapter.cfg_scale(model_config) > 1
         conditions = [self._conditions(r, guided, model_config) for r in requests]
+        stacked = stack_conditions(conditions)
         generators = [self._generator(r.params.get("init_seed", r.params["seed"])) for r in requests]
         latents = self.adapter.prepare_latents(self.pipe, self.module, model_config, generators)
         for i, request in enumerate(requests):
@@ -111,7 +112,7 @@ class Drawer:
                 scheduler,
                 model_config,
                 latents,
-                stack_conditions(conditions),
+                stacked,
                 generators,
                 windows=[tuple(r.params.get("sde_window") or (0, 0)) for r in requests],
                 keep_means=params.get("keep_means", False),
@@ -122,7 +123,8 @@ class Drawer:
             )
         self._done("denoise")
 
-        parts = trajectory.final_latents.split(self.decode_batch_size)
+        whole = self.adapter.whole_latents(trajectory.final_latents, stacked)
+        parts = whole.split(self.decode_batch_size)
         decoded = [self._decode(latents, model_config) for latents in parts]
         made = torch.cat(decoded).cpu() if isinstance(decoded[0], torch.Tensor) else list(itertools.chain(*decoded))
         self._done("decode")
@@ -147,9 +149,11 @@ class Drawer:
 
     def _decode(self, latents: torch.Tensor, model_config: DiffusionModelConfig) -> Sequence[Response]:
         """Pixels (uint8) as one tensor, or a list of whatever else the model makes."""
-        decoded = self.adapter.decode_latents(self.pipe, latents, model_config).float()
-        check_finite(latents, decoded)
-        return self.adapter.responses(decoded, self.pipe, model_config)
+        decoded = self.adapter.decode_latents(self.pipe, latents, model_config)
+        several = isinstance(decoded, tuple)
+        parts = tuple(part.float() for part in (decoded if several else (decoded,)))
+        check_finite(latents, *parts)
+        return self.adapter.responses(parts if several else parts[0], self.pipe, model_config)
 
     # ---- prompts -------------------------------------------------------------------------------------
 
@@ -169,6 +173,9 @@ class Drawer:
     def _encode(self, ids: list[int], images: list[Any] | None, model_config: DiffusionModelConfig) -> Conditions:
         """A distinct prompt is encoded once, and within a rollout it is on the device once, for all of its images."""
         key = (tuple(ids), *((image.mode, image.size, hash(image.tobytes())) for image in images or ()))
+        if images:  # which may become frames of what is drawn, and as large
+            size = model_config.pipeline
+            key += (size.height, size.width, size.num_frames)
         if key in self._on_device:
             return self._on_device[key]
         if key in self._prompts:
@@ -191,10 +198,12 @@ def branches(requests: list[Request]) -> list[int] | None:
 
 
 def drawn_as(model_config: DiffusionModelConfig) -> dict[str, torch.Tensor]:
-    """How a sample was drawn, for who replays it: `size` is height, width and number of frames (0 for an image)."""
+    """How a sample was drawn, for who replays it: `size` is height, width, the number of frames and the milliseconds of
+    a sound (0 for what has none)."""
     size, noise = model_config.pipeline, model_config.algo.noise_level
+    milliseconds = round(1000 * (size.audio_duration_s or 0))
     return {
-        "size": torch.tensor([size.height, size.width, size.num_frames or 0]),
+        "size": torch.tensor([size.height, size.width, size.num_frames or 0, milliseconds]),
         "noise_level": torch.tensor(noise, dtype=torch.float64),
     }
 
@@ -213,9 +222,9 @@ def stack_conditions(rows: list[Conditions]) -> Conditions:
     return {name: pad_and_cat([row[name] for row in rows]) for name in rows[0]}
 
 
-def check_finite(latents: torch.Tensor, pixels: torch.Tensor) -> None:
+def check_finite(*tensors: torch.Tensor) -> None:
     """NaN would become black, and a black image would be scored and learned from."""
-    bad = sum((~tensor.isfinite()).flatten(1).any(1) for tensor in (latents, pixels))
+    bad = sum((~tensor.isfinite()).flatten(1).any(1) for tensor in tensors)
     if count := int(bad.count_nonzero()):
         raise RunError(
             f"{count} of {len(bad)} images have NaN or infinite values: the model has diverged, its guidance is too "

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from verl_omni.config import DiffusionModelConfig
+from verl_omni.config.knob import MOST_IMAGES
 from verl_omni.config.rollout import OF_SOME_MODELS
 from verl_omni.pipelines.adapter_registry import AdapterRegistry
 from verl_omni.pipelines.utils import (
@@ -35,12 +36,19 @@ Conditions = dict[str, torch.Tensor]
 
 # Built-in adapters, imported when their architecture is first asked for.
 _BUILTIN: dict[str, str] = {
+    "ChromaPipeline": "verl_omni.pipelines.chroma",
     "Flux2KleinPipeline": "verl_omni.pipelines.flux2",
     "Flux2Pipeline": "verl_omni.pipelines.flux2",
+    "FluxKontextPipeline": "verl_omni.pipelines.flux_kontext",
     "FluxPipeline": "verl_omni.pipelines.flux",
+    "HunyuanVideo15Pipeline": "verl_omni.pipelines.hunyuan_video_15",
+    "LongCatAudioDiTPipeline": "verl_omni.pipelines.longcat_audio",
+    "LTX2ImageToVideoPipeline": "verl_omni.pipelines.ltx2",
+    "LTX2Pipeline": "verl_omni.pipelines.ltx2",
     "QwenImageEditPlusPipeline": "verl_omni.pipelines.qwen_image_edit_plus",
     "QwenImagePipeline": "verl_omni.pipelines.qwen_image",
     "StableDiffusion3Pipeline": "verl_omni.pipelines.sd3",
+    "WanImageToVideoPipeline": "verl_omni.pipelines.wan_image_to_video",
     "WanPipeline": "verl_omni.pipelines.wan",
     "ZImagePipeline": "verl_omni.pipelines.z_image",
 }
@@ -66,12 +74,19 @@ class DiffusionModelBase:
     attention_backend: ClassVar[str | None] = None
     # Whether a prompt is nothing without images.
     needs_images: ClassVar[bool] = False
+    # Whether ranks can share the tokens of a sample (fsdp_config.ulysses_sequence_parallel_size).
+    shares_tokens: ClassVar[bool] = True
     # Libraries, beside diffusers and transformers, that model_index.json may name for a component: they are imported.
     libraries: ClassVar[tuple[str, ...]] = ()
     # Components that a folder may lack, and without which vLLM-Omni does not draw.
     vllm_omni_needs: ClassVar[tuple[str, ...]] = ()
     # Submodules of the pipeline that are trained (Wan2.2 has two).
     trained_components: ClassVar[tuple[str, ...]] = ("transformer",)
+
+    @classmethod
+    def images_of_a_prompt(cls, model_config: DiffusionModelConfig) -> tuple[int, int]:
+        """How many images a prompt comes with, at least and at most."""
+        return int(cls.needs_images), MOST_IMAGES
 
     # ---- registry ------------------------------------------------------------------------------------
 
@@ -215,7 +230,7 @@ class DiffusionModelBase:
             model_config, pipeline=dataclasses.replace(model_config.pipeline, true_cfg_scale=1.0)
         )
         if cls.cfg_scale(plain) > 1:
-            plain.pipeline.guidance_scale = 0.0
+            plain.pipeline.guidance_scale, plain.pipeline.audio_guidance_scale = 0.0, None
         return plain
 
     @classmethod
@@ -377,8 +392,15 @@ class DiffusionModelBase:
         raise NotImplementedError(f"{cls.__name__} has no prepare_latents")
 
     @classmethod
-    def decode_latents(cls, pipe, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
-        """Images (B, 3, H, W) or videos (B, F, 3, H, W) in [0, 1]."""
+    def whole_latents(cls, latents: torch.Tensor, conditions: Conditions) -> torch.Tensor:
+        """What is decoded: the latents that were drawn, and those that a prompt gave, such as a first frame's."""
+        return latents
+
+    @classmethod
+    def decode_latents(
+        cls, pipe, latents: torch.Tensor, model_config: DiffusionModelConfig
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Images (B, 3, H, W) or videos (B, F, 3, H, W) in [0, 1], or what `responses` makes of another kind."""
         raise NotImplementedError(f"{cls.__name__} has no decode_latents")
 
     @classmethod
@@ -387,7 +409,9 @@ class DiffusionModelBase:
         return "video" if "num_frames" in cls.pipeline_knobs(model_config) else "image"
 
     @classmethod
-    def responses(cls, decoded: torch.Tensor, pipe: Any, model_config: DiffusionModelConfig) -> Sequence[Response]:
+    def responses(
+        cls, decoded: torch.Tensor | tuple[torch.Tensor, ...], pipe: Any, model_config: DiffusionModelConfig
+    ) -> Sequence[Response]:
         """What `decode_latents` gave, as it is scored and shown: pixels in 256 steps. Of another kind, a list."""
         return (decoded * 255).round().to(torch.uint8)
 

@@ -81,7 +81,9 @@ def _components(pipeline: type | None) -> dict[str, tuple[str, ...]]:
     optional = set(pipeline._optional_components) - set(ALWAYS)
     found = {}
     for name, parameter in inspect.signature(pipeline.__init__).parameters.items():
-        if name == "self" or name in optional or (parameter.default is not parameter.empty and name not in ALWAYS):
+        # diffusers saves no component that has a default, unless its class calls it optional.
+        saved = parameter.default is parameter.empty or (name in ALWAYS and name in pipeline._optional_components)
+        if name == "self" or name in optional or not saved:
             continue
         kinds = typing.get_args(hints.get(name)) or (hints.get(name),)
         # Tokenizers, schedulers and encoders have relatives that serve as well.
@@ -100,7 +102,8 @@ def _check_component(root: Path, model: DiffusionModelConfig, name: str, library
     if name == "scheduler":
         read_object(folder / "scheduler_config.json")
     # transformers makes a tokenizer without a word of a folder that has none.
-    if name.startswith("tokenizer") and not any((folder / vocabulary).is_file() for vocabulary in VOCABULARIES):
+    spells = name.startswith("tokenizer") and class_name != "ByT5Tokenizer"  # to which every byte is a token
+    if spells and not any((folder / vocabulary).is_file() for vocabulary in VOCABULARIES):
         raise FileNotFoundError(f"{folder} holds no vocabulary ({', '.join(VOCABULARIES)})")
     if not name.startswith(("transformer", "vae", "text_encoder")):
         return folder

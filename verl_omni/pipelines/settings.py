@@ -27,10 +27,13 @@ def validation_sampling(rollout: DiffusionRolloutConfig, model: DiffusionModelCo
     return sampling
 
 
-def sized(model: DiffusionModelConfig, size: tuple[int, int, int]) -> DiffusionModelConfig:
-    """The model's settings for samples of this height, width and number of frames (0 for images)."""
-    height, width, frames = size
-    pipeline = dataclasses.replace(model.pipeline, height=height, width=width, num_frames=frames or None)
+def sized(model: DiffusionModelConfig, size: tuple[int, ...]) -> DiffusionModelConfig:
+    """The model's settings for samples of this size (`drawing.drawn_as`)."""
+    height, width, frames, *milliseconds = size  # samples that were kept by an older release have no sound
+    seconds = milliseconds[0] / 1000 if any(milliseconds) else None
+    pipeline = dataclasses.replace(
+        model.pipeline, height=height, width=width, num_frames=frames or None, audio_duration_s=seconds
+    )
     return model if pipeline == model.pipeline else dataclasses.replace(model, pipeline=pipeline)
 
 

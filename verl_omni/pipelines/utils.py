@@ -3,7 +3,7 @@
 import functools
 import importlib.metadata
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -99,21 +99,26 @@ def random_pipeline(model_config: Any, dtype: torch.dtype, given: dict[str, Any]
     path = os.path.expanduser(model_config.path)
     parts = dict(given)
     for name, value in read_index(path).items():
-        if name.startswith("_") or name in parts or not isinstance(value, list):
+        if name.startswith("_") or name in parts:
+            continue
+        if not isinstance(value, list):  # a setting of the pipeline
+            parts[name] = value
             continue
         library, class_name = value
         if class_name is None:
             parts[name] = None
             continue
-        cls = getattr(diffusers if library == "diffusers" else transformers, class_name)
+        home = {"diffusers": diffusers, "transformers": transformers}.get(library)
+        cls = getattr(home or getattr(diffusers.pipelines, library), class_name)
         folder = os.path.join(path, name)
         if not issubclass(cls, torch.nn.Module):
             parts[name] = cls.from_pretrained(folder)
-        elif library == "diffusers":
-            parts[name] = load_component(model_config, name, dtype)
-        else:
+        elif library == "transformers":
             config = cls.config_class.from_pretrained(folder)
             parts[name] = random_model(lambda cls=cls, config=config: cls(config), dtype)
+        else:
+            config = read_component_config(model_config.config_path or model_config.path, name)
+            parts[name] = random_model(lambda cls=cls, config=config: cls.from_config(dict(config)), dtype)
     return pipeline_class(model_config.architecture)(**parts)
 
 
@@ -147,6 +152,23 @@ def calls_of_all_ranks(module: torch.nn.Module, calls: int) -> int:
     most = torch.tensor(calls, device=next(module.parameters()).device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return int(most)
+
+
+def forward_in_groups(
+    module: torch.nn.Module, kinds: Sequence[Hashable], forward: Callable[[list[int]], torch.Tensor]
+) -> torch.Tensor:
+    """Rows of one kind through `forward(rows)` together, the output in the rows' order; ranks make equally many calls.
+
+    For a transformer that takes one set of shapes for all rows of a call.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for row, kind in enumerate(kinds):
+        groups.setdefault(kind, []).append(row)
+    spare = calls_of_all_ranks(module, len(groups)) - len(groups)
+    outputs = [forward(rows) for rows in groups.values()]
+    idle = sum(0.0 * forward([0]).sum() for _ in range(spare))
+    order = torch.tensor(sum(groups.values(), [])).argsort()
+    return torch.cat(outputs)[order.to(outputs[0].device)] + idle
 
 
 def check_length(prompt: str, tokens: int, max_sequence_length: int) -> None:

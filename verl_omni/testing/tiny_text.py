@@ -7,6 +7,8 @@ if TYPE_CHECKING:
     from transformers import (
         CLIPTextModel,
         CLIPTokenizer,
+        Gemma3ForConditionalGeneration,
+        GemmaTokenizer,
         Mistral3ForConditionalGeneration,
         PreTrainedModel,
         PreTrainedTokenizerBase,
@@ -122,9 +124,9 @@ def qwen_tokenizer(known_texts: Iterable[str]) -> "PreTrainedTokenizerBase":
 
 
 def qwen_text_encoder(
-    tokenizer: "PreTrainedTokenizerBase", hidden_size: int = 32
+    tokenizer: "PreTrainedTokenizerBase", hidden_size: int = 32, layers: int = 2
 ) -> "Qwen2_5_VLForConditionalGeneration":
-    """A two-layer Qwen2.5-VL with four heads, random weights, and the vocabulary of ``tokenizer``."""
+    """A Qwen2.5-VL with four heads, random weights, and the vocabulary of ``tokenizer``."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     half_head = hidden_size // 8
@@ -132,7 +134,7 @@ def qwen_text_encoder(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=2048,
@@ -238,3 +240,38 @@ def mistral_text_encoder(
         image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
     )
     return Mistral3ForConditionalGeneration(config).eval()
+
+
+def gemma_tokenizer() -> "GemmaTokenizer":
+    """One token a printable ASCII character; what is not among them is the unknown token."""
+    from transformers import GemmaTokenizer
+
+    words = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *(chr(code) for code in range(33, 127))]
+    return GemmaTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[])
+
+
+def gemma_text_encoder(
+    tokenizer: "GemmaTokenizer", hidden_size: int, layers: int
+) -> "Gemma3ForConditionalGeneration":
+    """A Gemma 3 with ``layers`` text layers, all of which LTX-2 reads."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text_config = dict(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden_size // 4,
+        max_position_embeddings=2048,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        initializer_range=0.2,
+    )
+    vision_config = dict(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    config = Gemma3Config(text_config=text_config, vision_config=vision_config, mm_tokens_per_image=4)
+    return Gemma3ForConditionalGeneration(config).eval()

@@ -13,7 +13,7 @@ import torch
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
 from verl_omni.pipelines.qwen_image.adapter import QwenImage
-from verl_omni.pipelines.utils import calls_of_all_ranks, check_length, dense_mask, trim_padding
+from verl_omni.pipelines.utils import check_length, dense_mask, forward_in_groups, trim_padding
 from verl_omni.pipelines.vision_processor import image_text_processor
 from verl_omni.utils.model_code import refuse_code
 
@@ -71,15 +71,9 @@ class QwenImageEditPlus(QwenImage):
 
     @classmethod
     def forward(cls, module: torch.nn.Module, model_inputs: dict[str, Any]) -> torch.Tensor:
-        """One call for all rows of the same image shapes; sharded ranks make equally many."""
-        groups: dict[tuple, list[int]] = {}
-        for row, shapes in enumerate(model_inputs["img_shapes"]):
-            groups.setdefault(tuple(shapes), []).append(row)
-        spare = calls_of_all_ranks(module, len(groups)) - len(groups)
-        outputs = [cls._forward_rows(module, model_inputs, rows) for rows in groups.values()]
-        idle = sum(0.0 * cls._forward_rows(module, model_inputs, [0]).sum() for _ in range(spare))
-        order = torch.tensor(sum(groups.values(), [])).argsort()
-        return torch.cat(outputs)[order.to(outputs[0].device)] + idle
+        """One call for all rows of the same image shapes."""
+        kinds = [tuple(shapes) for shapes in model_inputs["img_shapes"]]
+        return forward_in_groups(module, kinds, lambda rows: cls._forward_rows(module, model_inputs, rows))
 
     @classmethod
     def _forward_rows(cls, module: torch.nn.Module, model_inputs: dict[str, Any], rows: list[int]) -> torch.Tensor:

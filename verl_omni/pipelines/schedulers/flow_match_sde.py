@@ -71,6 +71,9 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
     """Same schedule and config as the parent, plus ``sample_previous_step``. It keeps no state between two steps, so
     that the samples of one batch may be at different timesteps."""
 
+    #: how much each of the latents (B, N, ...) counts in a log-probability: (N,), of mean 1; None: all the same
+    log_prob_weights: torch.Tensor | None = None
+
     def set_timesteps(self, *args, **kwargs) -> None:
         """As the parent's, for schedules that go from noise to data and hold each timestep once."""
         super().set_timesteps(*args, **kwargs)
@@ -120,7 +123,7 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
             full_std = std_dev_t * (sigma - sigma_next).sqrt().reshape(-1, *std_dev_t.shape[1:])
             prev_sample = mean + full_std * drawn_noise(mean, generator, noise_level)
         prev_sample = prev_sample.detach().float()
-        log_prob = step.log_prob(prev_sample, mean, std_dev_t, sigma, sigma_next)
+        log_prob = step.log_prob(prev_sample, mean, std_dev_t, sigma, sigma_next, self.log_prob_weights)
         output = FlowMatchSDEDiscreteSchedulerOutput(prev_sample, log_prob, mean, std_dev_t)
         return output if return_dict else output.to_tuple()
 

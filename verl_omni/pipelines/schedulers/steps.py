@@ -71,14 +71,18 @@ class Step:
         std_dev_t: torch.Tensor,
         sigma: torch.Tensor,
         sigma_next: torch.Tensor,
+        weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Log-probability of x' (not differentiated through), mean over all but the batch dimension: (B,).
 
+        `weights` (N,), of mean 1, say how much each of the N entries of the first of these dimensions counts.
         Where a step adds no noise there is nothing to be likely: the log-probability is 0 and so is its gradient.
         """
         std = std_dev_t * (_column(sigma, mean) - _column(sigma_next, mean)).sqrt()
         noisy = std > 0
         density = self.density(x_next.detach().float(), mean, torch.where(noisy, std, 1.0))
+        if weights is not None:
+            density = density.flatten(2).mean(dim=2) * weights.to(density.device)
         return torch.where(noisy.flatten(), density.flatten(1).mean(dim=1), 0.0)
 
 

@@ -26,8 +26,8 @@ class Experts(torch.nn.ModuleDict):
         self.boundary = boundary
 
     def high_noise(self, timestep: torch.Tensor) -> torch.Tensor:
-        """Which rows are the first transformer's; a timestep is (B,), or (B, tokens) and then the same for all."""
-        return timestep.reshape(len(timestep), -1)[:, 0] >= self.boundary
+        """Which rows are the first transformer's; a timestep is (B,), or (B, tokens), where given frames have 0."""
+        return timestep.reshape(len(timestep), -1)[:, -1] >= self.boundary
 
 
 @DiffusionModelBase.register("WanPipeline", algorithm="flow_grpo")

@@ -73,14 +73,20 @@ def check_data(config: DictConfig) -> None:
             f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         ) from error
     rollout = OmegaConf.to_object(config.actor_rollout_ref.rollout)
-    for dataset, pipeline in ((train, rollout.pipeline), (val, validation_pipeline(rollout))):
+    both = (("data.train_files", train, rollout.pipeline), ("data.val_files", val, validation_pipeline(rollout)))
+    for key, dataset, pipeline in both:
         if dataset is None:
             continue
         for where, asked in dataset.sizes():
             check_row_size(where, dataclasses.replace(pipeline, **asked), model_config)
+        least, most = adapter.images_of_a_prompt(model_config)
         if "images" in dataset.columns:
-            dataset.check_images()
+            dataset.check_images(least, most)
             continue
+        if least:
+            raise ValueError(
+                f"{model_config.architecture} draws from images, and {key} has none: give its rows a column `images`"
+            )
         rows = (dataset[i] for i in range(len(dataset)))
         texts = {text for row in rows for text in (row["prompt"], row.get("negative_prompt") or "")}
         limit = pipeline.max_sequence_length
@@ -92,10 +98,9 @@ def check_data(config: DictConfig) -> None:
 def check_row_size(where: str, pipeline: DiffusionPipelineConfig, model: DiffusionModelConfig) -> None:
     """The model can draw the size that a row asks for."""
     adapter = DiffusionModelBase.get_class(model)
-    if pipeline.num_frames is not None and "num_frames" not in adapter.pipeline_knobs(model):
-        raise ValueError(
-            f"{where}: num_frames={pipeline.num_frames} has no effect on {model.architecture}: leave it out"
-        )
+    for name in ("num_frames", "audio_duration_s"):
+        if (value := getattr(pipeline, name)) is not None and name not in adapter.pipeline_knobs(model):
+            raise ValueError(f"{where}: {name}={value} has no effect on {model.architecture}: leave it out")
     check_size(f"{where}: ", pipeline, model)
     try:
         adapter.check(dataclasses.replace(model, pipeline=pipeline))
@@ -220,7 +225,8 @@ def check_rewards(config: DictConfig) -> None:
     from verl_omni.rewards.judge import with_judge
     from verl_omni.rewards.reward_loop import load_custom_reward_function
     from verl_omni.trainer.checks.reward_trial import made_kind
-    from verl_omni.utils.responses import KINDS, PICTURE
+    from verl_omni.utils.responses import KINDS
+    from verl_omni.utils.responses import check_package as check_written
 
     check_reward_manager(config)
     scorers = config.reward.scorers
@@ -245,10 +251,12 @@ def check_rewards(config: DictConfig) -> None:
             check_settings(choice.name, choice.settings, choice.label)
             check_package(choice.name)
     function, kind = load_custom_reward_function(config.reward), KINDS[made_kind(config)]
+    if config.trainer.log_train_groups or config.data.val_files:  # else no file is written of what is made
+        check_written(kind)
     own = function is not None
     if own:
         function.check_takes(kind)
-    if config.reward.pairwise.by == "pair" and kind.given is not PICTURE:
+    if config.reward.pairwise.by == "pair" and kind.name not in ("image", "video"):
         raise ValueError(f"reward.pairwise.by=pair compares pictures, and the model makes {kind.name}: use by=score")
     if own and function.compares and config.reward.pairwise.by != "pair":
         raise ValueError(

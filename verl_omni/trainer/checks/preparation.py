@@ -285,6 +285,15 @@ def _check_reads(where: str, pipeline: DiffusionPipelineConfig, adapter: type[Di
         if name not in read and value not in (None, default):
             others = f": it has {', '.join(sorted(read))}" if read else ""
             raise ValueError(f"{where}.{name}={value} has no effect on {model.architecture}{others}; leave it out")
+    made = adapter.makes(model)
+    for name in ("height", "width") if "audio_duration_s" in read and made == "sound" else ():
+        if (value := getattr(pipeline, name)) != getattr(DiffusionPipelineConfig, name):
+            raise ValueError(f"{where}.{name}={value} has no effect on {model.architecture}: it makes sounds")
+    if model.algo.audio_share is not None and made != "video with sound":
+        raise ValueError(
+            f"actor_rollout_ref.rollout.algo.audio_share={model.algo.audio_share} is for a video with sound, and "
+            f"{model.architecture} makes {made}: leave it out"
+        )
 
 
 def _check_best(settings: DiffusionTrainerConfig) -> None:

@@ -19,6 +19,7 @@ from verl_omni.config import (
     OptimizerConfig,
 )
 from verl_omni.config.schema import DiffusionTrainerConfig, TrainerConfig
+from verl_omni.data.prompt_rows import SIZES
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.utils import read_component_config, read_index
 from verl_omni.utils.suggest import unknown
@@ -26,7 +27,6 @@ from verl_omni.utils.suggest import unknown
 OPTIM, ENGINE, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor.optim", "actor.engine", "model"))
 # What peft can put an adapter on.
 ADAPTABLE = (torch.nn.Linear, torch.nn.Embedding, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
-SIZES = ("height", "width", "num_frames")
 # The package of a tracker, where it is not called like the tracker or is none of ours.
 PACKAGES = {"console": None, "jsonl": None, "file": None, "vemlp_wandb": "volcengine_ml_platform"}
 
@@ -132,6 +132,8 @@ def check_model(model: DiffusionModelConfig, engine: EngineConfig) -> None:
     """LoRA finds its layers and its file, and attention its kernel. Builds the modules without their weights."""
     if model.lora_path is not None:
         check_lora_file(model)
+    if model.lora_rank:
+        check_takes_lora(model)
     if model.target_modules is None and engine.attention_backend is None:
         return
     for part in empty_modules(model):
@@ -139,6 +141,16 @@ def check_model(model: DiffusionModelConfig, engine: EngineConfig) -> None:
             check_targets(model.target_modules, part)
         if engine.attention_backend is not None:
             check_attention(part, engine.attention_backend)
+
+
+def check_takes_lora(model: DiffusionModelConfig) -> None:
+    import diffusers
+
+    name = read_component_config(model.config_path or model.path, model.transformer_subfolder).get("_class_name", "")
+    if not hasattr(getattr(diffusers, name, None), "add_adapter") and hasattr(diffusers, name):
+        raise ValueError(
+            f"{MODEL}.lora_rank={model.lora_rank}: diffusers' {name} takes no LoRA; train all its weights, lora_rank=0"
+        )
 
 
 def empty_modules(model: DiffusionModelConfig) -> list[torch.nn.Module]:
@@ -163,6 +175,8 @@ def check_shared_sequence(model: DiffusionModelConfig, actor: DiffusionActorConf
     where = f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={ranks}"
     if actor.engine.use_torch_compile:
         raise ValueError(f"{ENGINE}.use_torch_compile=true does not go with {where}: leave it null")
+    if not DiffusionModelBase.get_class(model).shares_tokens:
+        raise ValueError(f"{where}: the tokens of a {model.architecture} are not shared by ranks; set it to 1")
     for part in empty_modules(model):
         if getattr(part, "_cp_plan", None) is None:
             raise ValueError(f"{where}: diffusers has no plan for the tokens of {type(part).__name__}; set it to 1")

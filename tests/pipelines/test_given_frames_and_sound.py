@@ -1,0 +1,97 @@
+"""What is particular to models that are given frames, or make sound."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import test_architectures as architectures
+import torch
+from test_architectures import config, draw, generate, mended_upstream, rollout, training_engine  # noqa: F401
+from tiny_models import tiny_checkpoint
+
+from verl_omni.config import DiffusionRolloutAlgoConfig
+from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.pipelines.schedulers import FlowMatchSDEDiscreteScheduler
+from verl_omni.utils.responses import VideoWithSound
+
+ROWS = {row.name: row for row in architectures.TABLE}
+LTX2 = ROWS["LTX2Pipeline"]
+
+
+def shared(share: float | None):
+    """LTX-2's settings with so much of a log-probability for the sound."""
+    model_config = config(LTX2, cfg=True, noise=0.7)
+    return dataclasses.replace(
+        model_config, algo=DiffusionRolloutAlgoConfig(sde_type="sde", noise_level=0.7, audio_share=share)
+    )
+
+
+@pytest.mark.parametrize("share", [None, 0.0, 0.25, 1.0])
+def test_of_a_log_probability_the_sound_has_its_share(share):
+    """By a scheduler that knows of none, on the video and on the sound alone."""
+    model_config, steps = shared(share), torch.Generator().manual_seed(0)
+    adapter = DiffusionModelBase.get_class(model_config)
+    scheduler = adapter.build_scheduler(model_config)
+    plain = FlowMatchSDEDiscreteScheduler.from_pretrained(model_config.path, subfolder="scheduler")
+    for one in (scheduler, plain):
+        one.set_timesteps(4, mu=1.0)
+    size = adapter.geometry(model_config)
+    x, v, after = torch.randn(3, 2, size.video + size.sound, 8, generator=steps)
+    step = {"timestep": plain.timesteps[1], "noise_level": 0.7}
+    found = scheduler.sample_previous_step(x, v, prev_sample=after, **step)[1]
+    video, sound = (
+        plain.sample_previous_step(x[:, part], v[:, part], prev_sample=after[:, part], **step)[1]
+        for part in (slice(size.video), slice(size.video, None))
+    )
+    share = size.sound / (size.video + size.sound) if share is None else share
+    torch.testing.assert_close(found, (1 - share) * video + share * sound, atol=1e-5, rtol=1e-5)
+
+
+def test_rollout_and_training_share_alike():
+    engine = training_engine(shared(0.5))
+    data = architectures.as_batch(generate(LTX2, rollout(engine.model_config, engine.module), architectures.PROMPTS))
+    with engine.eval_mode():
+        replayed = engine.infer_batch(data)["model_output"]["log_probs"].view_as(data["rollout_log_probs"])
+    torch.testing.assert_close(replayed, data["rollout_log_probs"], atol=1e-6, rtol=0)
+
+
+def test_a_folder_of_wan_2_2_ti2v_takes_first_frames_where_it_is_told_so(tmp_path):
+    """Its model_index.json names the pipeline for prompts alone."""
+    shutil.copytree(tiny_checkpoint("WanPipeline"), tmp_path, dirs_exist_ok=True)
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    (tmp_path / "model_index.json").write_text(json.dumps(index | {"expand_timesteps": True}))
+    row = ROWS["WanImageToVideoPipeline-TI2V"]
+    model_config = dataclasses.replace(
+        config(row, cfg=True), path=str(tmp_path), architecture="WanImageToVideoPipeline"
+    )
+    (output,) = generate(row, rollout(model_config), architectures.PROMPTS[:1])
+    expected, _ = draw(row.load(tmp_path), row, 0, cfg=True)
+    torch.testing.assert_close(output.trajectory["final_latents"][None], expected[:, :, 1:], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("WanImageToVideoPipeline", (1, 1)),
+        ("WanImageToVideoPipeline-2.2", (1, 2)),
+        ("WanImageToVideoPipeline-TI2V", (1, 1)),
+        ("LTX2ImageToVideoPipeline", (1, 1)),
+        ("FluxKontextPipeline", (1, 1)),
+    ],
+)
+def test_how_many_images_come_with_a_prompt(name, counts):
+    model_config = config(ROWS[name], cfg=False)
+    adapter = DiffusionModelBase.get_class(model_config)
+    assert adapter.needs_images and adapter.images_of_a_prompt(model_config) == counts
+    engine, images = rollout(model_config), [architectures.picture(8, 8, 0)] * 3
+    with pytest.raises(ValueError, match="column `images`"):
+        adapter.encode_prompt(engine.pipe, [1], model_config, images)
+
+
+def test_a_video_with_sound_leaves_the_engine_as_one():
+    (output,) = generate(LTX2, rollout(config(LTX2, cfg=False)), architectures.PROMPTS[:1])
+    made = output.response
+    assert isinstance(made, VideoWithSound) and output.modality == "video with sound"
+    assert made.frames.shape == (5, 3, 32, 64) and made.sound.samples.shape[0] == 2
+    assert made.sound.samples.shape[1] / made.sound.sample_rate == pytest.approx(5 / 25.0, abs=0.05)
