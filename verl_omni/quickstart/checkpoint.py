@@ -108,7 +108,7 @@ def _train(recipe: Recipe, device: torch.device) -> "QwenImagePipeline":
     signs = np.stack([task.draw_sign(number, rng) for number in numbers for _ in range(recipe.images_per_number)])
     images = torch.from_numpy(signs).to(device).permute(0, 3, 1, 2)[:, :, None] / 127.5 - 1
 
-    train_vae(speed_up_single_frames(pipeline.vae), images, recipe)
+    _train_vae(speed_up_single_frames(pipeline.vae), images, recipe)
     latents = encode(pipeline.vae, images)
     with torch.no_grad():
         prompt_embeds, _ = pipeline.encode_prompt([task.prompt_for(number) for number in numbers])
@@ -149,8 +149,7 @@ def _untrained_pipeline() -> "QwenImagePipeline":
     return QwenImagePipeline(scheduler, vae, qwen_text_encoder(tokenizer, TEXT_WIDTH), tokenizer, transformer)
 
 
-def train_vae(vae: "AutoencoderKLQwenImage", images: torch.Tensor, recipe: Recipe) -> None:
-    """On images (B, C, 1, H, W) in [-1, 1], from scratch."""
+def _train_vae(vae: "AutoencoderKLQwenImage", images: torch.Tensor, recipe: Recipe) -> None:
     with torch.no_grad():  # a wide posterior at the start drowns the latents in noise: some seeds never leave that
         vae.quant_conv.bias[vae.config.z_dim :] = -6.0
     optimizer = torch.optim.AdamW(vae.parameters(), recipe.vae_lr, weight_decay=0.0)

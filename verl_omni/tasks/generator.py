@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from verl_omni.pipelines.single_frame_vae import speed_up_single_frames
-from verl_omni.quickstart.checkpoint import Recipe, encode, take_step, train_vae
+from verl_omni.quickstart.checkpoint import encode, take_step
 from verl_omni.testing.tiny_random import QWEN_IMAGE_PREFIX
 from verl_omni.testing.tiny_text import qwen_text_encoder, qwen_tokenizer
 
@@ -41,7 +41,7 @@ class Size:
     pictures: int = 60_000
     vae_steps: int = 1200
     vae_batch: int = 64
-    vae_lr: float = 3e-3
+    vae_lr: float = 2e-3
     vae_rounds: int = 3
     batch: int = 384
     lr: float = 7e-4
@@ -66,9 +66,9 @@ def make_generator(task: ModuleType, out: Path, size: Size, seconds: float, targ
     pictures, asked = task.training_pictures(size.pictures, seed, device)
     pipeline = untrained(task, size).to(device)
     images = pictures[:, :, None].float() / 127.5 - 1
-    recipe = Recipe(vae_steps=size.vae_steps, vae_batch=size.vae_batch, vae_lr=size.vae_lr)
+    speed_up_single_frames(pipeline.vae)
     for _ in range(size.vae_rounds):
-        train_vae(speed_up_single_frames(pipeline.vae), images, recipe)
+        train_vae(pipeline, images, size)
         kept = fidelity(pipeline, task, images[: size.score_pictures], [truth for _, truth in asked])
         print(f"{time.monotonic() - began:.0f} s: through the VAE what is drawn scores {kept:.3f}", flush=True)
         if kept >= CLEAR:
@@ -123,6 +123,18 @@ def untrained(task: ModuleType, size: Size) -> "QwenImagePipeline":
     )
     scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0, use_dynamic_shifting=False)
     return QwenImagePipeline(scheduler, vae, qwen_text_encoder(tokenizer, size.text_width), tokenizer, transformer)
+
+
+def train_vae(pipeline: "QwenImagePipeline", images: torch.Tensor, size: Size) -> None:
+    """To give back what it is given. Noise is small beside the latents, which would drown in more of it at first."""
+    vae = pipeline.vae
+    optimizer = torch.optim.AdamW(vae.parameters(), size.vae_lr, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, size.vae_lr, total_steps=size.vae_steps, pct_start=0.15)
+    for _ in range(size.vae_steps):
+        target = images[torch.randint(len(images), (size.vae_batch,), device=images.device)]
+        latents = vae.encode(target).latent_dist.mean
+        noise = 0.05 * latents.std().detach() * torch.randn_like(latents)
+        take_step(vae, optimizer, schedule, F.mse_loss(vae.decode(latents + noise).sample, target))
 
 
 def train_transformer(
