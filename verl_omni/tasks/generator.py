@@ -39,7 +39,7 @@ class Size:
     text_width: int = 128
     vae_width: int = 8
     pictures: int = 60_000
-    vae_steps: int = 1200
+    vae_steps: int = 2000
     vae_batch: int = 64
     vae_lr: float = 2e-3
     vae_rounds: int = 3
