@@ -41,7 +41,7 @@ class Size:
     pictures: int = 60_000
     vae_steps: int = 2000
     vae_batch: int = 64
-    vae_lr: float = 2e-3
+    vae_lr: float = 5e-4
     vae_rounds: int = 3
     batch: int = 384
     lr: float = 7e-4
