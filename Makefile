@@ -5,6 +5,8 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
+VEOMNI := .venv-veomni
+VEOMNI_STAMP := $(VEOMNI)/.installed
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
 DOCS := .venv-docs
@@ -14,7 +16,7 @@ TORCH ?= 2.13.0
 SUPPORTED = @$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v < (3, 13) else "Python 3.10, 3.11 or 3.12 is needed and $(PYTHON) is %d.%d: type make PYTHON=python3.11" % v)'
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-oldest test-newest test-slow vllm-omni test-vllm-omni lint docs bench clean
+.PHONY: help install quickstart test test-oldest test-newest test-slow vllm-omni test-vllm-omni veomni test-veomni lint docs bench clean
 
 help: ## Show what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,14 +53,17 @@ $(NEWEST)/.installed: pyproject.toml constraints-newest.txt
 
 install: $(STAMP) ## Set up .venv only
 
-# On top of .venv, whose packages it sees. vllm is built without kernels, which takes half a minute and no compiler.
+# An environment on top of .venv, whose packages it sees.
+SEES = $(PY) -c 'import os, sysconfig; place = os.path.relpath(sysconfig.get_path("purelib"), "$(1)"); \
+		print("import os, site, sys; site.addsitedir(os.path.normpath(os.path.join(sys.prefix, %r)))" % place)' \
+		> $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
+
+# vllm is built without kernels, which takes half a minute and no compiler.
 $(VLLM_STAMP): $(STAMP) requirements-vllm-omni.txt
 	@echo "Installing into $(VLLM) (vllm and vllm-omni 0.26.0 on the CPU, beside what is in $(VENV): a minute or more) ..."
 	@rm -rf $(VLLM)
 	@$(PY) -m venv $(VLLM)
-	@$(PY) -c 'import os, sysconfig; place = os.path.relpath(sysconfig.get_path("purelib"), "$(VLLM)"); \
-		print("import os, site, sys; site.addsitedir(os.path.normpath(os.path.join(sys.prefix, %r)))" % place)' \
-		> $$($(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
+	@$(call SEES,$(VLLM))
 	@PYTHONWARNINGS=ignore $(VLLM)/bin/python -m pip install --quiet --constraint constraints.txt \
 		--requirement requirements-vllm-omni.txt
 	@VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.26.0 $(VLLM)/bin/python -m pip install --quiet --no-deps \
@@ -67,14 +72,26 @@ $(VLLM_STAMP): $(STAMP) requirements-vllm-omni.txt
 
 vllm-omni: $(VLLM_STAMP) ## Set up .venv-vllm, where actor_rollout_ref.rollout.name=vllm_omni works on a CPU
 
+# On top of .venv as well. What VeOmni itself asks for besides (data sets, plots, older packages) nothing here imports.
+$(VEOMNI_STAMP): $(STAMP)
+	@echo "Installing into $(VEOMNI) (veomni 0.1.12 on the CPU, beside what is in $(VENV): seconds) ..."
+	@rm -rf $(VEOMNI)
+	@$(PY) -m venv --without-pip $(VEOMNI)
+	@$(call SEES,$(VEOMNI))
+	@$(PY) -m pip --python $(VEOMNI)/bin/python install --quiet --no-deps veomni==0.1.12 einops==0.8.2
+	@touch $@
+
+veomni: $(VEOMNI_STAMP) ## Set up .venv-veomni, where actor_rollout_ref.actor.strategy=veomni works on a CPU
+
 quickstart: $(STAMP) ## Train a small text-to-image model to write numbers, and write a report
 	@$(PY) -m verl_omni.quickstart
 
 # Two at a time, in the order of tests/conftest.py.
-ALL := -q -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/vllm_omni
-test: $(STAMP) $(VLLM_STAMP) ## Run the tests
+ALL := -q -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/vllm_omni --ignore=tests/veomni
+test: $(STAMP) $(VLLM_STAMP) $(VEOMNI_STAMP) ## Run the tests
 	@$(PY) -m pytest $(ALL)
 	@$(VLLM)/bin/python -m pytest -q -n 2 --dist loadfile tests/vllm_omni
+	@$(VEOMNI)/bin/python -m pytest -q -n 2 --dist loadfile tests/veomni
 
 test-oldest: $(OLDEST)/.installed ## Run the tests with the oldest versions that pyproject.toml allows
 	@$(OLDEST)/bin/python tests/write_versions.py 'make test-oldest' $(ALL)
@@ -87,6 +104,9 @@ test-slow: $(STAMP) ## Run the tests that make test leaves out: many whole runs,
 
 test-vllm-omni: $(VLLM_STAMP) ## Run the tests of the rollout engine on vLLM-Omni, slow ones too
 	@$(VLLM)/bin/python -m pytest -q -m 'slow or not slow' tests/vllm_omni
+
+test-veomni: $(VEOMNI_STAMP) ## Run the tests of the training engine on VeOmni, slow ones too
+	@$(VEOMNI)/bin/python -m pytest -q -m 'slow or not slow' tests/veomni
 
 lint: $(STAMP) ## Check the style, and that imports go down only
 	@$(PY) -m ruff check .

@@ -13,11 +13,11 @@ from tiny_models import tiny_checkpoint
 
 from verl_omni.algorithms.flow_grpo import FlowGRPOLoss
 from verl_omni.algorithms.registry import _ESTIMATORS, _LOSSES
-from verl_omni.config import DiffusionModelConfig, schema
+from verl_omni.config import DiffusionActorConfig, DiffusionModelConfig, FSDPConfig, VeOmniConfig, schema
 from verl_omni.config.actor import OPTIMIZERS
 from verl_omni.config.knob import Range, check_effect, check_ranges, knob, walk
 from verl_omni.trainer.checks.preparation import prepare_config
-from verl_omni.trainer.checks.workers import empty_modules
+from verl_omni.trainer.checks.workers import check_veomni, empty_modules
 from verl_omni.trainer.failures import users_mistake
 
 ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -452,6 +452,39 @@ def test_a_tracker_whose_package_is_missing(tracker, package, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == package else find(name, *a))
     assert f"{tracker}, which is not installed here: pip install {package}" in refused(f"trainer.logger=[{tracker}]")
+
+
+def test_a_training_engine_whose_package_is_missing(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == "veomni" else find(name, *a))
+    assert "strategy=veomni: veomni is not installed here; type make veomni" in refused(f"{ACTOR}.strategy=veomni")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("StableDiffusion3Pipeline", {}, "VeOmni has no SD3Transformer2DModel, only QwenImageTransformer2DModel and"),
+        (
+            "QwenImagePipeline",
+            {"fsdp_config": FSDPConfig(fsdp_size=2)},
+            "fsdp_config.fsdp_size=2 has no effect with actor_rollout_ref.actor.strategy=veomni, whose settings are in",
+        ),
+        (
+            "QwenImagePipeline",
+            {"veomni_config": VeOmniConfig(ulysses_parallel_size=3)},
+            "ulysses_parallel_size=3 does not divide the 2 attention heads of QwenImageTransformer2DModel",
+        ),
+    ],
+)
+def test_what_veomni_cannot_train(name, settings, said):
+    model = DiffusionModelConfig(path=str(tiny_checkpoint(name)))
+    with pytest.raises(ValueError, match=said):
+        check_veomni(model, DiffusionActorConfig(strategy="veomni", **settings))
+
+
+def test_settings_of_veomni_have_no_effect_on_another_engine():
+    line = refused(f"{ACTOR}.veomni_config.fsdp_size=1")
+    assert "veomni_config.fsdp_size=1 has no effect with actor_rollout_ref.actor.strategy=fsdp2" in line
 
 
 def test_an_attention_kernel_whose_package_is_missing():

@@ -13,9 +13,10 @@ from ranks import ready_to_fork
 from test_two_ranks import whole
 from tiny_models import tiny_checkpoint
 
-from verl_omni.config import CheckpointConfig, DiffusionActorConfig, FSDPConfig, OptimizerConfig
+from verl_omni.config import CheckpointConfig, DiffusionActorConfig, FSDPConfig, OptimizerConfig, VeOmniConfig
 from verl_omni.trainer.checks.workers import check_shared_sequence
-from verl_omni.workers.engine.fsdp.diffusers_impl import PPODiffusersFSDPEngine
+from verl_omni.workers.engine.protocol import TrainingEngine
+from verl_omni.workers.engine.registry import engine_class
 from verl_omni.workers.engine.sequence import SharedSequence
 
 ROWS = {row.name: row for row in architectures.TABLE}
@@ -26,15 +27,28 @@ SHARED = [
 ]  # fmt: skip
 
 
+def settings(strategy: str, ranks: int) -> FSDPConfig | VeOmniConfig:
+    """Of an engine whose ranks share samples."""
+    if strategy == "veomni":
+        return VeOmniConfig(ulysses_parallel_size=ranks)
+    return FSDPConfig(ulysses_sequence_parallel_size=ranks)
+
+
 def two_updates(
-    name: str, ranks: int = 1, rank: int = 0, data_ranks: int = 1, samples: int = 3, **model
+    name: str,
+    ranks: int = 1,
+    rank: int = 0,
+    data_ranks: int = 1,
+    samples: int = 3,
+    strategy: str = "fsdp2",
+    **model,
 ) -> dict[str, torch.Tensor]:
     """Gradient norms, log-probabilities before and after, and the weights, of updates on samples drawn here."""
     row = ROWS[name]
     model_config = dataclasses.replace(architectures.config(row, cfg=True, noise=0.7), **model)
-    engine = PPODiffusersFSDPEngine(
+    engine = engine_class(strategy)(
         model_config,
-        FSDPConfig(ulysses_sequence_parallel_size=ranks),
+        settings(strategy, ranks),
         OptimizerConfig(optimizer="SGD", betas=(0.9, 0.999), lr=0.01, clip_grad=0.0),
         CheckpointConfig(),
     )
@@ -54,26 +68,33 @@ def two_updates(
     }
 
 
-def log_probs(engine: PPODiffusersFSDPEngine, data: dict[str, torch.Tensor]) -> torch.Tensor:
+def log_probs(engine: TrainingEngine, data: dict[str, torch.Tensor]) -> torch.Tensor:
     with engine.eval_mode():
         return engine.infer_batch(data)["model_output"]["log_probs"]
 
 
-def one_of(rank: int, world: int, store: str, names: list[str], model: dict, results: mp.Queue) -> None:
+def one_of(
+    rank: int, world: int, store: str, names: list[str], model: dict, shares: list[int], results: mp.Queue
+) -> None:
     architectures.shrink_references()
     for name in names:
         tiny_checkpoint(name)  # before there are ranks: transformers since 5.15 writes a model on the first one only
     dist.init_process_group("gloo", rank=rank, world_size=world, init_method=f"file://{store}")
-    found = {name: two_updates(name, ranks=2, rank=rank, data_ranks=world // 2, **model) for name in names}
-    results.put((rank, {name: {k: v.tolist() for k, v in f.items()} for name, f in found.items()}))
+    found = {
+        (name, ranks): two_updates(name, ranks, rank, world // ranks, **model) for name in names for ranks in shares
+    }
+    results.put((rank, {case: {k: v.tolist() for k, v in f.items()} for case, f in found.items()}))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def on_ranks(world: int, store: str, names: list[str], model: dict | None = None) -> list[dict]:
+def on_ranks(
+    world: int, store: str, names: list[str], model: dict | None = None, shares: tuple[int, ...] = (2,)
+) -> list[dict]:
+    """What each rank saw of each architecture, of samples that 1 or 2 ranks share."""
     context = ready_to_fork()
     results = context.Queue()
-    args = (world, store, names, model or {}, results)
+    args = (world, store, names, model or {}, shares, results)
     ranks = [context.Process(target=one_of, args=(rank, *args), daemon=True) for rank in range(world)]
     for rank in ranks:
         rank.start()
@@ -93,7 +114,7 @@ def test_two_ranks_share_each_sample(tmp_path):
     for name in SHARED:
         alone = two_updates(name)
         assert alone["norms"].min() > 1e-3 and (alone["after"] - alone["before"]).abs().max() > 1e-4
-        for found in (rank[name] for rank in shared):
+        for found in (rank[name, 2] for rank in shared):
             for key, value in alone.items():
                 torch.testing.assert_close(torch.tensor(found[key], dtype=value.dtype), value, rtol=1e-4, atol=1e-5)
 
@@ -103,7 +124,7 @@ def test_two_groups_of_two_ranks_with_lora(tmp_path):
     shared = on_ranks(4, str(tmp_path / "store"), ["QwenImagePipeline"], lora)
     alone = two_updates("QwenImagePipeline", **lora)
     for rank, found in enumerate(shared):
-        found = found["QwenImagePipeline"]
+        found = found["QwenImagePipeline", 2]
         for key in ("norms", "weights"):
             torch.testing.assert_close(
                 torch.tensor(found[key], dtype=alone[key].dtype), alone[key], rtol=1e-4, atol=1e-5

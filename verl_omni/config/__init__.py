@@ -8,6 +8,7 @@ from verl_omni.config.actor import (
     EngineConfig,
     FSDPConfig,
     OptimizerConfig,
+    VeOmniConfig,
 )
 from verl_omni.config.model import DiffusionModelConfig
 from verl_omni.config.rollout import (
@@ -35,5 +36,6 @@ __all__ = [
     "FSDPConfig",
     "HttpConfig",
     "OptimizerConfig",
+    "VeOmniConfig",
     "validation_pipeline",
 ]

@@ -18,6 +18,7 @@ from verl_omni.config.knob import (
 # In which passes without a gradient may be computed, other than in `engine.dtype`.
 PRECISIONS = ("fp8",)
 ENGINE = "actor_rollout_ref.actor.engine"
+VEOMNI = "actor_rollout_ref.actor.strategy=veomni"
 
 DTYPES = ("float32", "bfloat16")
 # A loss would have to be scaled, and the scale be found anew whenever it overflows.
@@ -129,8 +130,24 @@ class EngineConfig:
 
 
 @dataclass
-class FSDPConfig:
-    """FSDP2's own: gloo on CPUs, NCCL on GPUs. What moved to `actor.engine` goes on working here."""
+class MovedToEngine:
+    """Settings of an engine that every engine reads: they stand in `actor.engine`, and go on working here."""
+
+    dtype: Any = moved(f"{ENGINE}.dtype")
+    model_dtype: Any = moved(f"{ENGINE}.model_dtype")
+    use_torch_compile: Any = moved(f"{ENGINE}.use_torch_compile")
+    compile_ahead: Any = moved(f"{ENGINE}.compile_ahead")
+    fold_lora: Any = moved(f"{ENGINE}.fold_lora")
+    fused_gelu: Any = moved(f"{ENGINE}.fused_gelu")
+    attention_backend: Any = moved(f"{ENGINE}.attention_backend")
+    param_offload: Any = moved(f"{ENGINE}.param_offload")
+    optimizer_offload: Any = moved(f"{ENGINE}.optimizer_offload")
+    seed: Any = moved(f"{ENGINE}.seed")
+
+
+@dataclass
+class FSDPConfig(MovedToEngine):
+    """FSDP2's own: gloo on CPUs, NCCL on GPUs."""
 
     fsdp_size: int = knob(
         -1, "ranks in one shard group; -1: all", least=1, most=MOST_NODES, also=(-1,), may_change=True
@@ -143,16 +160,25 @@ class FSDPConfig:
         may_change=True,
     )
     reshard_after_forward: bool = knob(True, "free gathered weights after each block", may_change=True)
-    dtype: Any = moved(f"{ENGINE}.dtype")
-    model_dtype: Any = moved(f"{ENGINE}.model_dtype")
-    use_torch_compile: Any = moved(f"{ENGINE}.use_torch_compile")
-    compile_ahead: Any = moved(f"{ENGINE}.compile_ahead")
-    fold_lora: Any = moved(f"{ENGINE}.fold_lora")
-    fused_gelu: Any = moved(f"{ENGINE}.fused_gelu")
-    attention_backend: Any = moved(f"{ENGINE}.attention_backend")
-    param_offload: Any = moved(f"{ENGINE}.param_offload")
-    optimizer_offload: Any = moved(f"{ENGINE}.optimizer_offload")
-    seed: Any = moved(f"{ENGINE}.seed")
+
+
+@dataclass
+class VeOmniConfig(MovedToEngine):
+    """VeOmni's own, as verl calls them."""
+
+    fsdp_size: int = knob(
+        -1, "ranks in one shard group; -1: all", least=1, most=MOST_NODES, also=(-1,), needs=VEOMNI, may_change=True
+    )
+    ulysses_parallel_size: int = knob(
+        1,
+        "ranks that share the tokens of each sample, for long videos and large images",
+        least=1,
+        most=MOST_NODES,
+        needs=VEOMNI,
+        may_change=True,
+    )
+    enable_full_shard: bool = knob(True, "free gathered weights after each block", needs=VEOMNI, may_change=True)
+    strategy: Any = moved("actor_rollout_ref.actor.strategy")
 
 
 @dataclass
@@ -183,7 +209,10 @@ class TeacherConfig:
 @dataclass
 class DiffusionActorConfig:
     strategy: str = knob(
-        "fsdp2", "training engine", choices=names_in("verl_omni.workers.engine.registry", "strategies")
+        "fsdp2",
+        "training engine",
+        choices=names_in("verl_omni.workers.engine.registry", "strategies"),
+        may_change=True,
     )
     ppo_mini_batch_size: int = knob(
         4, "prompts (each with its n images) in one optimizer step", least=1, most=MOST_PROMPTS
@@ -224,7 +253,15 @@ class DiffusionActorConfig:
     optim: OptimizerConfig = knob(OptimizerConfig, "")
     engine: EngineConfig = knob(EngineConfig, "")
     fsdp_config: FSDPConfig = knob(FSDPConfig, "")
+    veomni_config: VeOmniConfig = knob(VeOmniConfig, "")
     checkpoint: CheckpointConfig = knob(CheckpointConfig, "", may_change=True)
+
+
+@dataclass
+class RefVeOmniConfig:
+    """The reference is computed by the actor's engine."""
+
+    strategy: Any = moved("actor_rollout_ref.actor.strategy")
 
 
 @dataclass
@@ -239,3 +276,4 @@ class DiffusionRefConfig:
         choices=PRECISIONS,
         needs="actor_rollout_ref.rollout.precision=fp8",
     )
+    veomni_config: RefVeOmniConfig = knob(RefVeOmniConfig, "")

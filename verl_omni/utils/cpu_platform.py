@@ -13,6 +13,9 @@ import torch
 from verl.plugin.platform import platform_manager
 from verl.plugin.platform.platform_base import PlatformBase
 
+# verl imports VeOmni wherever it is installed, which would print its environment and every module that it spreads.
+os.environ.setdefault("VEOMNI_VERBOSITY", "WARNING")
+
 
 def _cpu_module() -> types.ModuleType:
     """`torch.cpu` with the few memory queries that verl makes of every device module."""

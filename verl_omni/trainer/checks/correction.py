@@ -14,6 +14,7 @@ WHERE = "algorithm.rollout_correction"
 
 def same_arithmetic(settings: DiffusionTrainerConfig) -> bool:
     """Whether weights draw with the log-probabilities that training gives them, to the last bit."""
+    from verl_omni.workers.engine.registry import engine_class as training_engine
     from verl_omni.workers.rollout import engine_class
 
     arr, trainer = settings.actor_rollout_ref, settings.trainer
@@ -24,7 +25,8 @@ def same_arithmetic(settings: DiffusionTrainerConfig) -> bool:
         compiled=on_gpu(training.use_torch_compile, device),
         folded=lora and arr.hybrid_engine and on_gpu(training.fold_lora, device),  # on a GPU: if there is room
     )
-    alike = alike and arr.actor.fsdp_config.ulysses_sequence_parallel_size == 1
+    trains = training_engine(arr.actor.strategy)
+    alike = alike and not trains.cuts_samples(trains.settings(arr.actor))
     return alike and arr.rollout.precision is None and engine_class(arr.rollout.name).same_arithmetic
 
 

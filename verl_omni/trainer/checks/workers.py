@@ -18,6 +18,7 @@ from verl_omni.config import (
     EngineConfig,
     OptimizerConfig,
 )
+from verl_omni.config.knob import typed
 from verl_omni.config.schema import DiffusionTrainerConfig, TrainerConfig
 from verl_omni.data.prompt_rows import SIZES
 from verl_omni.pipelines.model_base import DiffusionModelBase
@@ -63,7 +64,9 @@ def check_workers(settings: DiffusionTrainerConfig) -> None:
     if settings.algorithm.sample_source == "online":
         check_engine_arguments(arr.rollout)
     check_model(arr.model, arr.actor.engine)
-    if arr.actor.fsdp_config.ulysses_sequence_parallel_size > 1:
+    if arr.actor.strategy == "veomni":
+        check_veomni(arr.model, arr.actor)
+    elif arr.actor.fsdp_config.ulysses_sequence_parallel_size > 1:
         check_shared_sequence(arr.model, arr.actor)
 
 
@@ -173,17 +176,48 @@ def check_shared_sequence(model: DiffusionModelConfig, actor: DiffusionActorConf
     """diffusers can cut the model's samples into equal shares, and its attention heads too."""
     ranks = actor.fsdp_config.ulysses_sequence_parallel_size
     where = f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={ranks}"
-    if actor.engine.use_torch_compile:
-        raise ValueError(f"{ENGINE}.use_torch_compile=true does not go with {where}: leave it null")
-    if not DiffusionModelBase.get_class(model).shares_tokens:
-        raise ValueError(f"{where}: the tokens of a {model.architecture} are not shared by ranks; set it to 1")
-    for part in empty_modules(model):
+    parts = empty_modules(model)
+    for part in parts:
         if getattr(part, "_cp_plan", None) is None:
             raise ValueError(f"{where}: diffusers has no plan for the tokens of {type(part).__name__}; set it to 1")
+    _check_shares(model, actor, parts, ranks, where)
+
+
+def check_veomni(model: DiffusionModelConfig, actor: DiffusionActorConfig) -> None:
+    """VeOmni has a forward for the model, and can cut its samples into equal shares."""
+    from verl_omni.workers.engine.veomni.veomni_impl import check_transformer
+
+    for field in dataclasses.fields(actor.fsdp_config):
+        if (value := getattr(actor.fsdp_config, field.name)) != field.default:
+            raise ValueError(
+                f"actor_rollout_ref.actor.fsdp_config.{field.name}={typed(value)} has no effect with "
+                "actor_rollout_ref.actor.strategy=veomni, whose settings are in actor_rollout_ref.actor.veomni_config"
+            )
+    parts = empty_modules(model)
+    for part in parts:
+        check_transformer(part)
+    ranks = actor.veomni_config.ulysses_parallel_size
+    if ranks > 1:
+        where = f"actor_rollout_ref.actor.veomni_config.ulysses_parallel_size={ranks}"
+        _check_shares(model, actor, parts, ranks, where)
+
+
+def _check_shares(
+    model: DiffusionModelConfig,
+    actor: DiffusionActorConfig,
+    parts: list[torch.nn.Module],
+    ranks: int,
+    where: str,
+) -> None:
+    if actor.engine.use_torch_compile:
+        raise ValueError(f"{ENGINE}.use_torch_compile=true does not go with {where}: leave it null")
+    adapter = DiffusionModelBase.get_class(model)
+    if not adapter.shares_tokens:
+        raise ValueError(f"{where}: the tokens of a {model.architecture} are not shared by ranks; set it to 1")
+    for part in parts:
         if part.config.num_attention_heads % ranks:
             heads = part.config.num_attention_heads
             raise ValueError(f"{where} does not divide the {heads} attention heads of {type(part).__name__}")
-    adapter = DiffusionModelBase.get_class(model)
     if (tokens := adapter.tokens(model)) % ranks:
         size = {k: v for k, v in dataclasses.asdict(model.pipeline).items() if k in SIZES and v is not None}
         said = " ".join(f"{name}={value}" for name, value in size.items())

@@ -86,6 +86,7 @@ class DiffusionEngine(Passes):
         if self.device.type != "cpu" and dist.get_rank() == 0:
             print(f"Attention: {attention or 'native'} ({why}).", flush=True)
         self.module, self.parts = build_module(self.model_config, self.common.seed, self.model_dtype, attention)
+        self.equip()
         self.host = HostMemory()
         self.compiled = on_gpu(self.common.use_torch_compile, self.device) and not self.shares_samples
         if self.compiled:

@@ -75,10 +75,17 @@ class TrainingEngine(BaseEngine, ABC):
         """How so many ranks are divided, or one line that says why they cannot be. The driver asks it too."""
         raise NotImplementedError
 
+    @classmethod
+    def cuts_samples(cls, engine_config: Any) -> bool:
+        """Whether several ranks compute one sample together. The driver asks it too."""
+        return False
+
     @property
     def shares_samples(self) -> bool:
-        """Whether several ranks compute one sample together."""
-        return False
+        return self.cuts_samples(self.engine_config)
+
+    def equip(self) -> None:
+        """Change how the parts compute, before they are compiled and spread."""
 
     def spread(self) -> None:
         """Lay the parts over the ranks, as `layout` says. Their weights are on the meta device, to be filled after."""

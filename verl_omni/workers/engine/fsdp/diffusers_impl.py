@@ -16,6 +16,19 @@ with warnings.catch_warnings():  # verl announces every engine whose package is 
     from verl.workers.engine.base import EngineRegistry
 
 
+def divided(world: int, shard_group: tuple[str, int], sequence: tuple[str, int]) -> Layout:
+    """So many ranks in groups of one copy of the weights, and in those that share samples; each by its setting."""
+    name, size = shard_group[0], world if shard_group[1] == -1 else shard_group[1]
+    if world % size:
+        raise ValueError(f"{name}={size} does not divide the {world} ranks (trainer.nnodes * n_gpus_per_node)")
+    if size % sequence[1]:
+        raise ValueError(
+            f"{sequence[0]}={sequence[1]} does not divide the {size} ranks that share the weights (fsdp_size, or "
+            "trainer.nnodes * n_gpus_per_node)"
+        )
+    return Layout(replicate=world // size, shard=size // sequence[1], sequence=sequence[1])
+
+
 @EngineRegistry.register(model_type=MODEL_TYPE, backend="fsdp2", device=["cpu", "cuda"])
 class DiffusersFSDPEngine(DiffusionEngine):
     """One rank trains the module as it is; several hold a share of each block, and gather it when it is used."""
@@ -26,27 +39,27 @@ class DiffusersFSDPEngine(DiffusionEngine):
 
     @classmethod
     def lay_out(cls, engine_config: FSDPConfig, world: int) -> Layout:
-        size = world if engine_config.fsdp_size == -1 else engine_config.fsdp_size
-        sequence = engine_config.ulysses_sequence_parallel_size
-        if world % size:
-            raise ValueError(
-                f"actor_rollout_ref.actor.fsdp_config.fsdp_size={size} does not divide the {world} ranks "
-                "(trainer.nnodes * n_gpus_per_node)"
-            )
-        if size % sequence:
-            raise ValueError(
-                f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={sequence} does not divide the "
-                f"{size} ranks that share the weights (fsdp_size, or trainer.nnodes * n_gpus_per_node)"
-            )
-        return Layout(replicate=world // size, shard=size // sequence, sequence=sequence)
+        return divided(
+            world,
+            ("actor_rollout_ref.actor.fsdp_config.fsdp_size", engine_config.fsdp_size),
+            (
+                "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size",
+                engine_config.ulysses_sequence_parallel_size,
+            ),
+        )
+
+    @classmethod
+    def cuts_samples(cls, engine_config: FSDPConfig) -> bool:
+        return engine_config.ulysses_sequence_parallel_size > 1
 
     @property
-    def shares_samples(self) -> bool:
-        return self.engine_config.ulysses_sequence_parallel_size > 1
+    def reshards(self) -> bool:
+        """Whether weights that were gathered for a forward are freed after it."""
+        return self.engine_config.reshard_after_forward
 
     def spread(self) -> None:
         self.mesh = self.layout.weights(self.device.type)
-        shard(self.parts, self.mesh, self.engine_config, self.dtype)
+        shard(self.parts, self.mesh, self.dtype, self.reshards)
         if self.shares_samples:
             from verl_omni.workers.engine.sequence import SharedSequence  # the driver has no use for diffusers' hooks
 
@@ -74,7 +87,7 @@ class DiffusersFSDPEngine(DiffusionEngine):
         if self.shares_samples:
             self.sequence.go_on()
         for module in self._shards:
-            module.set_reshard_after_forward(self.engine_config.reshard_after_forward, recurse=False)
+            module.set_reshard_after_forward(self.reshards, recurse=False)
         self.settle()
 
     def settle(self) -> None:
@@ -89,7 +102,7 @@ class DiffusersFSDPEngine(DiffusionEngine):
 
     def sum_of_shards(self, squares: torch.Tensor) -> torch.Tensor:
         if self.layout.is_spread:
-            dist.all_reduce(squares, group=self.mesh.get_group("shard"))
+            dist.all_reduce(squares, group=self.mesh.get_group(self.mesh.ndim - 1))  # those of one copy
         return squares
 
 

@@ -1,0 +1,51 @@
+"""VeOmni trains as FSDP2 does, to 1e-5, where each rank has rows of its own and where ranks share them."""
+
+import pytest
+import torch
+from test_sequence_parallel import architectures, on_ranks, two_updates
+
+LORA = {"lora_rank": 4, "lora_alpha": 8}
+# Qwen-Image's prompts are of several lengths, some of them odd: VeOmni pads them itself. Wan2.2 has two transformers.
+NAMES = ["QwenImagePipeline", "WanPipeline-2.2"]
+
+
+def check_rank(found: dict, alone: dict[str, torch.Tensor], rank: int, shares: int, world: int) -> None:
+    for key in ("norms", "weights"):
+        torch.testing.assert_close(torch.tensor(found[key], dtype=alone[key].dtype), alone[key], rtol=1e-4, atol=1e-5)
+    for key in ("before", "after"):
+        mine = alone[key].reshape(alone["samples"], -1)[rank // shares :: world // shares].flatten()
+        assert found[key] == pytest.approx(mine.tolist(), abs=1e-5)
+
+
+def compare(names: list[str], store, **model) -> None:
+    """Two ranks of VeOmni, each with rows of its own and sharing tokens, beside one of FSDP2."""
+    architectures.shrink_references()
+    ranks = on_ranks(2, str(store), names, model | {"strategy": "veomni", "samples": 2}, shares=(1, 2))
+    for name in names:
+        alone = two_updates(name, samples=2, **model)
+        assert alone["norms"].min() > 1e-4 and (alone["after"] - alone["before"]).abs().max() > 1e-4
+        alone["samples"] = 2
+        for rank, found in enumerate(ranks):
+            for shares in (1, 2):
+                check_rank(found[name, shares], alone, rank, shares, world=2)
+
+
+def test_two_ranks_train_all_weights_as_fsdp2_does(tmp_path):
+    compare(NAMES, tmp_path / "store")
+
+
+def test_two_ranks_train_a_lora_as_fsdp2_does(tmp_path):
+    compare(["QwenImagePipeline"], tmp_path / "store", **LORA)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_others_too(tmp_path):
+    compare(["QwenImageEditPlusPipeline", "WanPipeline"], tmp_path / "store")
+    compare(["QwenImageEditPlusPipeline", "WanPipeline"], tmp_path / "store_of_lora", **LORA)
+
+
+@pytest.mark.parametrize("model", [{}, LORA], ids=["full", "lora"])
+def test_one_rank_trains_as_fsdp2_does(model):
+    alone, found = (two_updates("QwenImagePipeline", strategy=strategy, **model) for strategy in ("fsdp2", "veomni"))
+    for key, value in alone.items():
+        torch.testing.assert_close(found[key], value, rtol=0, atol=1e-6)

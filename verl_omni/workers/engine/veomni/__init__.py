@@ -1,0 +1,3 @@
+"""VeOmni."""
+
+STRATEGIES = {"veomni": "verl_omni.workers.engine.veomni.veomni_impl"}
