@@ -84,6 +84,21 @@ def test_moments_that_are_missing_are_an_error(saved, tmp_path):
         engine_with().load_checkpoint(str(folder))
 
 
+@pytest.mark.parametrize("kind", ["optimizer.{}.exp_avg_max", "model.{}"])
+def test_what_a_run_has_no_place_for_is_an_error_and_nothing_is_touched(kind, saved, tmp_path):
+    """Before, tensors that nothing asked for were lost without a word, and the optimizer's state with them."""
+    folder = copy(saved, tmp_path)
+    (shard,) = (folder / "state").glob("*.safetensors")
+    save_file(load_file(shard) | {kind.format("somebody.else"): torch.zeros(3)}, shard)
+    engine = engine_with()
+    update(engine, saved[1], loss_function(clip=10.0), steps=1)
+    before = weights(engine), moments(engine)
+    with pytest.raises(ValueError, match=r"does not fit this run, which has no place for its \w+.somebody.else"):
+        engine.load_checkpoint(str(folder))
+    assert_same(before[0], weights(engine), atol=0)
+    assert_same(before[1], moments(engine), atol=0)
+
+
 def test_another_optimizer_is_an_error_unless_it_is_to_start_fresh(saved):
     engine = engine_with(optimizer="NAdam")
     with pytest.raises(ValueError, match="holds the state of AdamW, and this run's optimizer is NAdam"):

@@ -52,10 +52,12 @@ def load(engine: HasState, path: str) -> None:
     reader = dcp.HuggingFaceStorageReader(folder)
     notes, held = _read_notes(folder), reader.read_metadata().state_dict_metadata
     tensors = _weights(engine) if "model" in contents else {}
-    _check_shapes(tensors, held, folder)
+    if "model" in contents:
+        _check_fit(tensors, held, "model.", folder)
     if "optimizer" in contents:
-        tensors |= _empty_moments(engine, notes, folder)
-        _check_shapes(tensors, held, folder)
+        with _kept_unless_it_fits(engine.optimizer):
+            tensors |= _empty_moments(engine, notes, folder)
+            _check_fit(tensors, held, "optimizer.", folder)
     with _plain_errors():
         dcp.load(tensors, storage_reader=reader)
     if "model" in contents:
@@ -176,16 +178,36 @@ def _read_notes(folder: str) -> dict:
         ) from None
 
 
-def _check_shapes(tensors: dict[str, torch.Tensor], held: dict, folder: str) -> None:
-    """Refuse a checkpoint that lacks tensors of this run or has them in another shape, before anything is loaded."""
+def _check_fit(tensors: dict[str, torch.Tensor], held: dict, kind: str, folder: str) -> None:
+    """Refuse a checkpoint that lacks tensors of this run or has them in another shape, before anything is loaded.
+
+    Of what is called `kind` it has no others either: they would be lost without a word.
+    """
+    same = (
+        "Resume with the settings of the run that wrote it (model, lora_rank, target_modules, ema_decay, use_kl_loss), "
+        "or start anew with trainer.resume_mode=disable"
+    )
     for name, tensor in tensors.items():
         found = tuple(held[name].size) if name in held else "nothing"
         if found != tuple(tensor.shape):
             raise ValueError(
-                f"{folder} does not fit this run: for {name} of shape {tuple(tensor.shape)} it holds {found}. Resume "
-                "with the settings of the run that wrote it (model, lora_rank, ema_decay, use_kl_loss), or start anew "
-                "with trainer.resume_mode=disable"
+                f"{folder} does not fit this run: for {name} of shape {tuple(tensor.shape)} it holds {found}. {same}"
             )
+    for name in held:
+        if name.startswith(kind) and name not in tensors:
+            raise ValueError(f"{folder} does not fit this run, which has no place for its {name}. {same}")
+
+
+@contextmanager
+def _kept_unless_it_fits(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Where an error ends the block, the optimizer has the state that it had."""
+    before = dict(optimizer.state)
+    try:
+        yield
+    except BaseException:
+        optimizer.state.clear()
+        optimizer.state.update(before)
+        raise
 
 
 @contextmanager
