@@ -1,4 +1,4 @@
-"""Two ranks as processes of their own."""
+"""Ranks as processes of their own."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -13,7 +13,7 @@ def ready_to_fork() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def start_ranks(main: Callable[..., None], args: tuple) -> None:
-    """`main(rank, *args)` in each, until both have ended."""
+def start_ranks(main: Callable[..., None], args: tuple, ranks: int = 2) -> None:
+    """`main(rank, *args)` in each, until all have ended. Where one fails the others are ended too."""
     ready_to_fork()
-    start_processes(main, args, nprocs=2, start_method="forkserver")
+    start_processes(main, args, nprocs=ranks, start_method="forkserver")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl_omni.algorithms.registry import fill_nulls
-from verl_omni.cli.trained import FULL_FILE, LORA_FILE, Weights, drawing_settings
+from verl_omni.cli.trained import FULL_FILES, LORA_FILE, Weights, drawing_settings
 from verl_omni.config import DiffusionModelConfig, DiffusionPipelineConfig, DiffusionRolloutAlgoConfig
 from verl_omni.pipelines.drawing import Drawer, Request
 from verl_omni.pipelines.model_base import DiffusionModelBase
@@ -84,7 +84,8 @@ def load_trained(weights: Weights, architecture: str, parts: Mapping[str, torch.
         from safetensors.torch import load_file
 
         for name, part in parts.items():
-            part.load_state_dict(load_file(weights.export / name / FULL_FILE))
+            files = sorted((weights.export / name).glob(FULL_FILES))
+            part.load_state_dict({key: value for file in files for key, value in load_file(file).items()})
         return
     for number, (name, part) in enumerate(parts.items()):
         folder = weights.export / name if number else weights.export  # as the export lays them out

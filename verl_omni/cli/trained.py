@@ -8,7 +8,7 @@ from typing import Any
 from verl_omni.utils import hub
 
 LORA_FILE = "pytorch_lora_weights.safetensors"  # as diffusers calls it
-FULL_FILE = "diffusion_pytorch_model.safetensors"
+FULL_FILES = "diffusion_pytorch_model*.safetensors"  # one, or several of a large model
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def find_weights(place: str | Path, model: str | Path | None = None) -> Weights:
     if saved := list(whole_checkpoints(folder).values()):
         folder = saved[-1]
     export = folder / "export" if (folder / "export").is_dir() else folder
-    if not (export / LORA_FILE).is_file() and not any(export.glob(f"*/{FULL_FILE}")):
+    if not (export / LORA_FILE).is_file() and not any(export.glob(f"*/{FULL_FILES}")):
         raise FileNotFoundError(
             f"{folder} holds no weights: expected a run with checkpoints, global_step_N with an export, or a model in "
             "diffusers' layout"

@@ -187,6 +187,9 @@ class CheckpointConfig:
         list(CONTENTS), "what a checkpoint holds; export: weights in diffusers' format", choices=CONTENTS
     )
     load_contents: list[str] = knob(["model", "optimizer", "extra"], "what resuming reads", choices=CONTENTS[:3])
+    async_save: bool = knob(
+        False, "copy what is saved to CPU memory and train on while it is written; it counts when all of it is there"
+    )
 
 
 @dataclass

@@ -111,6 +111,9 @@ class _LocalGroup:
     def checkpoint_bytes(self) -> list[int]:
         return [self.worker.checkpoint_bytes()]
 
+    def checkpoint_written(self, wait: bool) -> list[bool]:
+        return [self.worker.checkpoint_written(wait)]
+
     def publish_weights(self, policy: str, version: int) -> list[dict[str, torch.Tensor]]:
         engine = self.worker.engine
         self.worker.remember(policy, version)

@@ -396,6 +396,11 @@ class DiffusionWorker(Worker):
         self.engine.save_checkpoint(path, global_step=global_step)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def checkpoint_written(self, wait: bool) -> bool:
+        """Whether this rank's part is on the disk."""
+        return self.engine.checkpoint_written(wait)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def changes(self) -> int:
         """How often what `save_checkpoint` would write has been changed here."""
         return self.engine.changes

@@ -121,10 +121,13 @@ class Log(Callback):
 class Save(Callback):
     """After the line is written: a run that goes on from this checkpoint keeps all lines up to it."""
 
-    def __init__(self, checkpoints: Checkpoints, save: Callable[[bool], None], tracking: Tracking):
-        self.saving, self.save, self.tracking = checkpoints.saving, save, tracking
+    def __init__(
+        self, checkpoints: Checkpoints, save: Callable[[bool], None], see_to: Callable[[], None], tracking: Tracking
+    ):
+        self.saving, self.save, self.see_to, self.tracking = checkpoints.saving, save, see_to, tracking
 
     def on_step_end(self, run: Run, step: Step) -> None:
+        self.see_to()
         wishes.heed_stop(run.folder)
         wanted = wishes.wants_save(run.folder)
         if wanted or self.saving.is_due(step.number, step.last):

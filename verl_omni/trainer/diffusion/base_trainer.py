@@ -132,7 +132,7 @@ class BaseRayDiffusionTrainer(Sampling):
                 self._train(tracking)
         except (Exception, KeyboardInterrupt) as error:
             if isinstance(error, Exception) or not self.run.stopping:  # nobody asked: there is no Ray any more
-                ending.save_what_is_whole(self.checkpoints, self.changes, self._save_after_failure)
+                ending.save_what_is_whole(self.checkpoints, self.changes, self._save_after_failure, self._finish_saving)
                 ending.report(self.run)
             ending.tell_callbacks(self.callbacks, self.run, error)
             raise
@@ -156,6 +156,7 @@ class BaseRayDiffusionTrainer(Sampling):
                 after_step.follow(callbacks, self.run, self._next_step())
             if self.stopped and self.checkpoints.saving.misses(self.global_step):  # the signal came just after Save
                 self.save_checkpoint()
+            self._finish_saving()
 
     def new_pace(self) -> Pace:
         """When samples are drawn, by `trainer.mode`."""
@@ -174,7 +175,7 @@ class BaseRayDiffusionTrainer(Sampling):
             after_step.Speed(self._devices),
             self.callbacks,
             after_step.Log(tracking, self.timeline),
-            after_step.Save(self.checkpoints, self.save_checkpoint, tracking),
+            after_step.Save(self.checkpoints, self.save_checkpoint, self.see_to_checkpoint, tracking),
             bar,
         ]
 
@@ -220,7 +221,18 @@ class BaseRayDiffusionTrainer(Sampling):
         return metrics
 
     def save_checkpoint(self, last: bool = False) -> None:
-        self.callbacks.on_checkpoint(self.run, self.checkpoints.save(self.actor_wg, last))
+        self._tell_of(self.checkpoints.save(self.actor_wg, last))
+
+    def see_to_checkpoint(self) -> None:
+        """One that is written while training goes on may be whole by now."""
+        self._tell_of(self.checkpoints.advance(self.actor_wg))
+
+    def _finish_saving(self) -> None:
+        self._tell_of(self.checkpoints.finish(self.actor_wg))
+
+    def _tell_of(self, checkpoints: list[Path]) -> None:
+        for path in checkpoints:
+            self.callbacks.on_checkpoint(self.run, path)
 
     def _save_after_failure(self) -> None:
         if self.rollouts is not None:

@@ -21,14 +21,22 @@ SECONDS_TO_ANSWER = 60.0  # a rank that waits for another, which has failed, nev
 
 
 def save_what_is_whole(
-    checkpoints: Checkpoints, changes: Callable[[], list[int] | None], save: Callable[[], None]
+    checkpoints: Checkpoints,
+    changes: Callable[[], list[int] | None],
+    save: Callable[[], None],
+    finish: Callable[[], None],
 ) -> None:
-    """After a failure: the last whole step, if it is not saved yet and no later step has touched the weights."""
+    """After a failure: the last whole step, if it is not saved yet and no later step has touched the weights.
+
+    What is being written is waited for, where all ranks are there.
+    """
     whole = checkpoints.whole
-    if whole is None or not checkpoints.saving.misses(whole.step):
+    if whole is None:
         return
     try:
-        if whole.changes is not None and changes() == whole.changes:
+        if checkpoints.unpublished is not None and changes() is not None:
+            finish()
+        if checkpoints.saving.misses(whole.step) and whole.changes is not None and changes() == whole.changes:
             save()
     except Exception as error:  # the one that ends the run is told; this one beside it
         log_traceback(error)

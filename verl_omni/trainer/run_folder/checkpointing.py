@@ -61,32 +61,53 @@ def publish(
 
     `run` says what wrote it, for a later start to compare itself with. `best` is its score where it is the best.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    for rest in folder.glob(".*_global_step_*"):  # what a killed run left behind
-        shutil.rmtree(rest)
-    writing = folder / f".writing_global_step_{step}"
-    writing.mkdir()
-    try:
-        yield writing
-        manifest.write(writing, step, run)
-    except Exception as error:
-        shutil.rmtree(writing)
-        if _is_full(error):
-            raise CheckpointError(f"the disk of {folder} is full: {_last_whole(folder)}") from error
-        raise
-    final = folder / f"global_step_{step}"
-    if final.exists():
-        remove(final)
-    writing.rename(final)
-    _set_latest(folder, step)
-    if best is not None:
-        _write(folder / BEST, f"{step}\n{best!r}\n")
-    if keep is not None:  # of those that were asked for; one in between is replaced by the next
-        asked_for = [path for path in whole_checkpoints(folder).values() if not (path / IN_BETWEEN).exists()]
-        for old in asked_for[:-keep]:
-            if old.name != f"global_step_{best_step(folder)}":
-                remove(old)
+    unpublished = Unpublished(folder, step, run, keep, best)
+    with unpublished.writing() as place:
+        yield place
+    unpublished.publish()
+
+
+class Unpublished:
+    """A checkpoint that is being written. Arguments are as of `publish`."""
+
+    def __init__(
+        self, folder: str | Path, step: int, run: dict[str, Any], keep: int | None = None, best: float | None = None
+    ):
+        self.folder, self.step, self.run, self.keep, self.best = Path(folder), step, run, keep, best
+        self.place = self.folder / f".writing_global_step_{step}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for rest in self.folder.glob(".*_global_step_*"):  # what a killed run left behind
+            shutil.rmtree(rest)
+        self.place.mkdir()
+
+    @contextmanager
+    def writing(self) -> Iterator[Path]:
+        """Whoever writes some of it; after an error nothing of it is left."""
+        try:
+            yield self.place
+        except Exception as error:
+            shutil.rmtree(self.place)
+            if _is_full(error):
+                raise CheckpointError(f"the disk of {self.folder} is full: {_last_whole(self.folder)}") from error
+            raise
+
+    def publish(self) -> Path:
+        """All of it is there: it gets its name."""
+        with self.writing():
+            manifest.write(self.place, self.step, self.run)
+        final = self.folder / f"global_step_{self.step}"
+        if final.exists():
+            remove(final)
+        self.place.rename(final)
+        _set_latest(self.folder, self.step)
+        if self.best is not None:
+            _write(self.folder / BEST, f"{self.step}\n{self.best!r}\n")
+        if self.keep is not None:  # of those that were asked for; one in between is replaced by the next
+            asked_for = [p for p in whole_checkpoints(self.folder).values() if not (p / IN_BETWEEN).exists()]
+            for old in asked_for[: -self.keep]:
+                if old.name != f"global_step_{best_step(self.folder)}":
+                    remove(old)
+        return final
 
 
 def best_step(folder: Path) -> int | None:

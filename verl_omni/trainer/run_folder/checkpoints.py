@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 
 from verl_omni.data.prompt_loader import PromptDataLoader
 from verl_omni.trainer.run_folder import checkpointing, record
+from verl_omni.trainer.run_folder.checkpointing import Unpublished
 from verl_omni.trainer.run_folder.resuming import Start, plan_start
 from verl_omni.trainer.run_folder.saving import Saving
 
@@ -30,26 +31,47 @@ class Checkpoints:
         self.record = record.describe(config)
         self.saving = Saving(config.trainer)
         self.whole: WholeStep | None = None
+        self.unpublished: Unpublished | None = None
         self.trained_groups: dict[str, Any] | None = None  # of steps that are not trained as a whole
 
     def validated(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """The last whole step was; what `trainer.keep_best` tells of it."""
         return self.saving.see(self.whole.step, metrics, self.folder)
 
-    def save(self, workers: Any, last: bool = False) -> Path:
-        """The last whole step."""
+    def save(self, workers: Any, last: bool = False) -> list[Path]:
+        """The last whole step. Checkpoints that are whole by now: it, unless it is written while training goes on."""
+        done = self.finish(workers)
         whole = self.whole
         self.saving.begins(whole.step)
         checkpointing.check_room(self.folder, workers.checkpoint_bytes()[0])
         keep = self.config.trainer.max_ckpt_to_keep
-        best = self.saving.best_score(whole.step)
-        with checkpointing.publish(self.folder, whole.step, self.record, keep, best) as folder:
+        unpublished = Unpublished(self.folder, whole.step, self.record, keep, self.saving.best_score(whole.step))
+        with unpublished.writing() as folder:
             workers.save_checkpoint(str(folder), whole.step)
             checkpointing.write_data_state(folder, whole.data, whole.validation_due)
             if not self.saving.is_asked_for(whole.step, last):
                 self.saving.mark(folder)
-        self.saving.saved(self.folder, whole.step)
-        return self.folder / f"global_step_{whole.step}"
+        self.unpublished = unpublished
+        return done + self.advance(workers, wait=last or not self.config.actor_rollout_ref.actor.checkpoint.async_save)
+
+    def advance(self, workers: Any, wait: bool = False) -> list[Path]:
+        """The checkpoint that is being written, if all ranks are through with it."""
+        unpublished = self.unpublished
+        if unpublished is None:
+            return []
+        self.unpublished = None
+        with unpublished.writing():
+            written = all(workers.checkpoint_written(wait))
+        if not written:
+            self.unpublished = unpublished
+            return []
+        found = unpublished.publish()
+        self.saving.saved(self.folder, unpublished.step)
+        return [found]
+
+    def finish(self, workers: Any) -> list[Path]:
+        """Wait for it."""
+        return self.advance(workers, wait=True)
 
     def load(self, workers: Any, total_steps: int, loader: PromptDataLoader | None) -> Start:
         """Go on from the checkpoint that `trainer.resume_mode` names, if there is one."""

@@ -25,6 +25,7 @@ from verl_omni.config import (
 )
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.workers.engine import checkpoint_io
+from verl_omni.workers.engine.checkpoint_io import Writing
 from verl_omni.workers.engine.compile.attention import attention_choice
 from verl_omni.workers.engine.compile.blocks import compile_blocks
 from verl_omni.workers.engine.compile.compile_ahead import compile_ahead
@@ -77,6 +78,7 @@ class DiffusionEngine(Passes):
         self.rows_per_unit = 1
         self.ema_decay = 0.0
         self.changes = 0  # of what a checkpoint holds
+        self.writing: Writing | None = None
         self._replay = replay
 
     # ---- construction --------------------------------------------------------------------------------
@@ -283,8 +285,12 @@ class DiffusionEngine(Passes):
         **kwargs,
     ) -> None:
         """Write this rank's part of the training state, and the weights in diffusers' format."""
+        self.checkpoint_written(wait=True)
         self.settle()
-        checkpoint_io.save(self, local_path)
+        self.writing = checkpoint_io.save(self, local_path)
+
+    def checkpoint_written(self, wait: bool) -> bool:
+        return self.writing is None or self.writing.done(wait)
 
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False, **kwargs

@@ -3,9 +3,11 @@
 Tensors are safetensors files and all else is JSON: reading a checkpoint never runs code that came with it.
 """
 
+import functools
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,12 +39,35 @@ class HasState(HasWeights, Protocol):
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler
 
 
-def save(engine: HasState, path: str) -> None:
-    contents = engine.checkpoint_config.save_contents
+class Writing:
+    """What is being written while training goes on."""
+
+    def __init__(self, parts: list[Future]):
+        self.parts = parts
+
+    def done(self, wait: bool) -> bool:
+        """Whether all of it has been written; an error of one of them is raised."""
+        if wait or all(part.done() for part in self.parts):
+            with _plain_errors():
+                for part in self.parts:
+                    part.result()
+            return True
+        return False
+
+
+def save(engine: HasState, path: str) -> Writing | None:
+    """With `async_save` it goes on when this returns: what is written is a copy."""
+    contents, behind = engine.checkpoint_config.save_contents, engine.checkpoint_config.async_save
+    parts: list[Future] = []
     if set(contents) - {"export"}:
-        _save_state(engine, contents, os.path.join(path, STATE))
-    if "export" in contents:
+        parts += _save_state(engine, contents, os.path.join(path, STATE), behind)
+    if "export" in contents and not behind:
         export(engine, os.path.join(path, "export"))
+    elif "export" in contents:
+        writer = ThreadPoolExecutor(1, thread_name_prefix="export")
+        parts += export(engine, os.path.join(path, "export"), writer.submit)
+        writer.shutdown(wait=False)
+    return Writing(parts) if behind else None
 
 
 def load(engine: HasState, path: str) -> None:
@@ -78,11 +103,19 @@ def needed_bytes(engine: HasState) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _save_state(engine: HasState, contents: list[str], folder: str) -> None:
+def _save_state(engine: HasState, contents: list[str], folder: str, behind: bool) -> list[Future]:
+    """What of it is left to be written: with `behind`, all."""
     tensors = {name: tensor.contiguous() for name, tensor in _tensors(engine, contents).items()}
+    writer = dcp.HuggingFaceStorageWriter(folder, save_distributed=True)
     with _plain_errors():
-        dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(folder, save_distributed=True))
+        if behind:
+            group = _background_group(dist.group.WORLD)
+            left = [dcp.async_save(tensors, storage_writer=writer, process_group=group)]
+        else:
+            left = []
+            dcp.save(tensors, storage_writer=writer)
     if dist.get_rank() == 0:
+        os.makedirs(folder, exist_ok=True)
         notes = {
             "optimizer": type(engine.optimizer).__name__,
             "optimizer_steps": engine.lr_scheduler.last_epoch,
@@ -90,6 +123,13 @@ def _save_state(engine: HasState, contents: list[str], folder: str) -> None:
             "moments": {name: sorted(engine.optimizer.state[p]) for name, p in _updated(engine).items()},
         }
         Path(folder, ENGINE).write_text(json.dumps(notes))
+    return left
+
+
+@functools.cache
+def _background_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """For what ranks say to each other while they write: among what they say to train, it would get lost."""
+    return dist.new_group(backend="gloo")
 
 
 def _tensors(engine: HasState, contents: list[str]) -> dict[str, torch.Tensor]:

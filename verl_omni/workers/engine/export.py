@@ -2,18 +2,24 @@
 
 import json
 import os
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.utils import pipeline_class
-from verl_omni.utils.file_mode import share
+from verl_omni.utils.file_mode import share, share_file
 
-LORA_FILE = "pytorch_lora_weights.safetensors"  # what diffusers calls it
+# What diffusers calls them, and its own limit for the size of one.
+LORA_FILE, FULL_FILE = "pytorch_lora_weights.safetensors", "diffusion_pytorch_model.safetensors"
+FILE_BYTES = 10 * 10**9
 
 
 class HasWeights(Protocol):
@@ -27,20 +33,18 @@ class HasWeights(Protocol):
         """In here the weights are those of that policy."""
 
 
-def export(engine: HasWeights, folder: str) -> None:
+def export(engine: HasWeights, folder: str, submit: Callable[..., Future] | None = None) -> list[Future]:
     """LoRA: a folder for `pipe.load_lora_weights(folder)`. Full: one diffusers model folder for each trained part.
 
-    With a moving average, that is what is exported: it is what validation has seen.
+    With a moving average, that is what is exported: it is what validation has seen. `submit` takes the writing of large
+    files upon it, of which it gives a future each.
     """
     with engine.policy("ema" if engine.ema_decay else "current"):
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-        states = {name: get_model_state_dict(part, options=options) for name, part in engine.parts.items()}
-        if dist.get_rank() == 0:  # still inside: on one rank the states are the weights themselves, not copies
-            os.makedirs(folder, exist_ok=True)
-            write = _write_lora if engine.model_config.lora_rank > 0 else _write_full
-            write(engine, states, folder)
-            share(folder)
-    dist.barrier()
+        os.makedirs(folder, exist_ok=True)
+        if engine.model_config.lora_rank > 0:
+            _write_lora(engine, folder)
+            return []
+        return _write_full(engine, folder, submit)
 
 
 def lora_folder(folder: str, parts: dict[str, torch.nn.Module], name: str) -> str:
@@ -51,7 +55,12 @@ def lora_folder(folder: str, parts: dict[str, torch.nn.Module], name: str) -> st
     return folder if name == next(iter(parts)) else os.path.join(folder, name)
 
 
-def _write_lora(engine: HasWeights, states: dict[str, dict[str, torch.Tensor]], folder: str) -> None:
+def _write_lora(engine: HasWeights, folder: str) -> None:
+    """By the first rank: an adapter is small."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+    states = {name: get_model_state_dict(part, options=options) for name, part in engine.parts.items()}
+    if dist.get_rank() != 0:
+        return
     for name, state in states.items():
         # peft puts the adapter's name into the key; diffusers' files do not have it. Buffers are the base model's.
         lora = {k.replace(".default.", "."): v.contiguous() for k, v in state.items() if ".lora_" in k}
@@ -64,6 +73,7 @@ def _write_lora(engine: HasWeights, states: dict[str, dict[str, torch.Tensor]], 
             transformer_lora_adapter_metadata={k: sorted(v) if isinstance(v, set) else v for k, v in told.items()},
         )
         order_metadata(os.path.join(target, LORA_FILE))
+    share(folder)
 
 
 def order_metadata(path: str) -> None:
@@ -79,15 +89,77 @@ def order_metadata(path: str) -> None:
         file.write(ordered)
 
 
-def _write_full(engine: HasWeights, states: dict[str, dict[str, torch.Tensor]], folder: str) -> None:
-    from safetensors.torch import save_file
-
-    for name, state in states.items():
+def _write_full(engine: HasWeights, folder: str, submit: Callable[..., Future] | None) -> list[Future]:
+    """By all ranks, a file each at a time: none holds more than its part of the model and the file that it writes."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    left = []
+    for name, part in engine.parts.items():
         target = os.path.join(folder, name)
         os.makedirs(target, exist_ok=True)
-        engine.parts[name].save_config(target)
-        tensors = {k: v.contiguous() for k, v in state.items()}
-        save_file(tensors, os.path.join(target, "diffusion_pytorch_model.safetensors"), metadata={"format": "pt"})
+        state = get_model_state_dict(part, options=StateDictOptions(ignore_frozen_params=True))  # each rank's own part
+        files = files_of(state, FILE_BYTES)
+        if rank == 0:
+            _write_heads(part, state, files, target)
+        for first in range(0, len(files), ranks):  # a file for each rank: they write at the same time
+            mine: dict[str, torch.Tensor] = {}
+            for number, keys in enumerate(list(files.values())[first : first + ranks]):
+                for key in keys:  # all ranks gather it, and one of them keeps a copy
+                    whole = gathered(state[key])
+                    if number == rank:
+                        mine[key] = whole.detach().to("cpu", copy=True).contiguous()
+            if mine:
+                path = os.path.join(target, list(files)[first + rank])
+                if submit is None:
+                    _write_file(mine, path)
+                else:
+                    left.append(submit(_write_file, mine, path))
+    return left
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """On the device that ranks talk over: weights may lie in CPU memory between stages."""
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    return tensor.to(tensor.device_mesh.device_type).full_tensor()
+
+
+def _write_file(tensors: dict[str, torch.Tensor], path: str) -> None:
+    save_file(tensors, path, metadata={"format": "pt"})
+    share_file(Path(path))
+
+
+def files_of(state: dict[str, torch.Tensor], most: int) -> dict[str, list[str]]:
+    """The tensors of each file, in their order; names as diffusers has them."""
+    parts: list[list[str]] = [[]]
+    room = most
+    for key, tensor in state.items():
+        size = tensor.numel() * tensor.element_size()
+        if size > room and parts[-1]:
+            parts.append([])
+            room = most
+        parts[-1].append(key)
+        room -= size
+    if len(parts) == 1:
+        return {FULL_FILE: parts[0]}
+    stem, kind = FULL_FILE.rsplit(".", 1)
+    return {f"{stem}-{i:05d}-of-{len(parts):05d}.{kind}": keys for i, keys in enumerate(parts, start=1)}
+
+
+def _write_heads(
+    part: torch.nn.Module, state: dict[str, torch.Tensor], files: dict[str, list[str]], target: str
+) -> None:
+    """The model's config and, where there are several files, which tensor is in which."""
+    part.save_config(target)
+    config = Path(target, "config.json")
+    told = json.loads(config.read_text())
+    if told["_class_name"] != (name := told["_class_name"].removeprefix("FSDP")):  # of a part that ranks share
+        config.write_text(json.dumps(told | {"_class_name": name}, indent=2, sort_keys=True) + "\n")
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": sum(t.numel() * t.element_size() for t in state.values())},
+            "weight_map": {key: file for file, keys in files.items() for key in keys},
+        }
+        Path(target, f"{FULL_FILE}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def read_lora(

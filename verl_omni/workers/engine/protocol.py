@@ -193,5 +193,9 @@ class TrainingEngine(BaseEngine, ABC):
         """
 
     @abstractmethod
+    def checkpoint_written(self, wait: bool) -> bool:
+        """Whether all that `save_checkpoint` was asked for is on the disk: with `async_save` it goes on after it."""
+
+    @abstractmethod
     def checkpoint_bytes(self) -> int:
         """The size of what `save_checkpoint` would write now."""
