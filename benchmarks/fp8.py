@@ -150,10 +150,10 @@ def images(out: Path, count: int = 8) -> dict[str, float]:
     rollout.fp8.hold(fold=False)
     tokens = rollout.adapter.load_tokenizers(config)
     texts = [f'a sign that reads "{number}"' for number in range(103, 1000, 111)][:count]
-    rows = []
+    rows, ode = [], {"noise_level": 0.0, "sde_type": "sde"}
     for precision in (None, "fp8"):
         asked = [
-            Request(rollout.adapter.tokenize(tokens, text, 128), None, None, {"seed": i, "precision": precision})
+            Request(rollout.adapter.tokenize(tokens, text, 128), None, None, {"seed": i, "precision": precision} | ode)
             for i, text in enumerate(texts)
         ]
         rows.append(torch.stack([answer.response for answer in rollout.run_batch(asked)]))
