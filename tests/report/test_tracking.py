@@ -12,6 +12,7 @@ from PIL import Image
 from verl_omni.report import tracker_pictures
 from verl_omni.report.tracking import AddedLines, Console, JsonLines, Tracking, read_metrics
 from verl_omni.utils.errors import RunError
+from verl_omni.utils.responses import Sound, write_response
 
 
 def lines(path):
@@ -214,6 +215,46 @@ def test_wandb_has_the_images_and_videos(tmp_path, drawn, monkeypatch):
     files = [path for path in tmp_path.glob("run/wandb/offline-run-*/files/media/**/*") if path.is_file()]
     assert sorted(path.suffix for path in files) == [".gif", ".png"]
     assert {path.read_bytes() for path in files} == set(drawn.values())
+
+
+@pytest.fixture
+def heard(tmp_path):
+    """The same of a sound, a video with sound and a text."""
+    folder = tmp_path / "run/validation/step_1"
+    folder.mkdir(parents=True)
+    write_response(Sound(torch.linspace(-1, 1, 80).expand(2, -1), 8000), folder / "00000")
+    (folder / "00001.mp4").write_bytes(b"\0\0\0\x18ftypmp42")
+    (folder / "00002.txt").write_text("words")
+    rows = [
+        {"index": i, "prompt": f"prompt {i}", "score": 0.5, "kind": kind, "file": f"0000{i}.{ending}"}
+        for i, (kind, ending) in enumerate({"sound": "wav", "video with sound": "mp4", "text": "txt"}.items())
+    ]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [(folder / name).read_bytes() for name in ("00000.wav", "00001.mp4")]
+
+
+def test_tensorboard_plays_sounds(tmp_path, heard, monkeypatch, capsys):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
+    logged_twice(tmp_path / "run", "tensorboard")
+    assert "did not take" not in capsys.readouterr().out
+    events = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    events.Reload()
+    (sound,) = events.Audio("sounds/validation/00000")
+    assert (sound.step, sound.sample_rate, sound.length_frames, sound.encoded_audio_string) == (1, 8000, 80, heard[0])
+
+
+def test_wandb_has_sounds_and_videos_with_sound(tmp_path, heard, monkeypatch, capsys):
+    import wandb
+
+    wandb.teardown()  # of earlier tests: it reads its environment once
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    logged_twice(tmp_path / "run", "wandb")
+    assert "did not take" not in capsys.readouterr().out
+    files = [path for path in tmp_path.glob("run/wandb/offline-run-*/files/media/**/*") if path.is_file()]
+    assert {path.read_bytes() for path in files} == set(heard)
 
 
 def test_mlflow_has_the_images_and_videos(tmp_path, drawn, monkeypatch):
