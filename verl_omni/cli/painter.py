@@ -13,7 +13,7 @@ from verl_omni.pipelines.drawing import Drawer, Request
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.model_folder import check_model_folder
 from verl_omni.pipelines.settings import check_size
-from verl_omni.pipelines.utils import pipeline_class
+from verl_omni.pipelines.utils import lora_files
 from verl_omni.utils.suggest import unknown
 
 if TYPE_CHECKING:
@@ -95,12 +95,7 @@ def load_trained(weights: Weights, architecture: str, parts: Mapping[str, torch.
 
 def lora_state(folder: Any, architecture: str) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
     """The tensors of a LoRA file in diffusers' own keys, and the rank and alpha that it was made with."""
-    from diffusers.loaders import HunyuanVideoLoraLoaderMixin
-
-    # Pipelines that load none themselves have the same keys.
-    reader = pipeline_class(architecture)
-    reader = reader if hasattr(reader, "lora_state_dict") else HunyuanVideoLoraLoaderMixin
-    *found, metadata = reader.lora_state_dict(
+    *found, metadata = lora_files(architecture).lora_state_dict(
         str(folder), weight_name=LORA_FILE, use_safetensors=True, return_lora_metadata=True
     )
     return found[0], metadata

@@ -38,6 +38,17 @@ def pipeline_class(architecture: str) -> type:
     return getattr(diffusers, architecture)
 
 
+def lora_files(architecture: str) -> type:
+    """What of diffusers reads and writes the LoRA files of that pipeline.
+
+    One that loads none itself, though its transformer takes them (`transformer.load_lora_adapter`), has a relative's.
+    """
+    from diffusers.loaders import HunyuanVideoLoraLoaderMixin
+
+    pipeline = pipeline_class(architecture)
+    return pipeline if hasattr(pipeline, "lora_state_dict") else HunyuanVideoLoraLoaderMixin
+
+
 @functools.lru_cache(maxsize=64)
 def read_component_config(path: str, component: str) -> dict[str, Any]:
     """config.json of one component of a diffusers folder."""

@@ -129,7 +129,9 @@ class HunyuanVideo15(DiffusionModelBase):
 
     @classmethod
     def decode_latents(cls, pipe, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
-        video = pipe.vae.decode(latents.to(pipe.vae.dtype) / pipe.vae.config.scaling_factor, return_dict=False)[0]
+        """One by one: the mask of the VAE's attention is for a single video."""
+        latents = latents.to(pipe.vae.dtype) / pipe.vae.config.scaling_factor
+        video = torch.cat([pipe.vae.decode(one, return_dict=False)[0] for one in latents.split(1)])
         return pipe.video_processor.postprocess_video(video, output_type="pt")
 
     @classmethod

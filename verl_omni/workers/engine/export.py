@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from verl_omni.config import DiffusionModelConfig
-from verl_omni.pipelines.utils import pipeline_class
+from verl_omni.pipelines.utils import lora_files
 from verl_omni.utils.file_mode import share, share_file
 
 # What diffusers calls them, and its own limit for the size of one.
@@ -66,7 +66,7 @@ def _write_lora(engine: HasWeights, folder: str) -> None:
         lora = {k.replace(".default.", "."): v.contiguous() for k, v in state.items() if ".lora_" in k}
         told = engine.parts[name].peft_config["default"].to_dict()
         target = lora_folder(folder, engine.parts, name)
-        pipeline_class(engine.model_config.architecture).save_lora_weights(
+        lora_files(engine.model_config.architecture).save_lora_weights(
             target,
             transformer_lora_layers=lora,
             # A set has another order in every process.
@@ -168,7 +168,7 @@ def read_lora(
     """The LoRA weights of one part, in diffusers' format, under the part's own names."""
     folder = lora_folder(root, parts, name)
     named = os.path.isfile(os.path.join(folder, LORA_FILE))  # diffusers looks for no name when it is offline
-    state = pipeline_class(model_config.architecture).lora_state_dict(
+    state = lora_files(model_config.architecture).lora_state_dict(
         folder, use_safetensors=True, **({"weight_name": LORA_FILE} if named else {})
     )
     state = state[0] if isinstance(state, tuple) else state
