@@ -50,6 +50,7 @@ OWNERS = {
     f"{ARR}.rollout.pool": {"pool"},
     f"{ARR}.rollout.agent": {"agent"},
     f"{ARR}.ref": {"ref", "ref_config"},
+    f"{ARR}.rewriter": {"rewriter", "rewriter.py:config", "text_rollout.py:config"},
     "algorithm": {"algorithm", "forward_process.py:algo", "policy_gradient_trainer.py:config", "advantages.py:config"},
     "reward": {"reward"},
     "reward.pairwise": {"pairwise"},

@@ -141,7 +141,7 @@ class DiffusionAgentLoopWorker:
         result = collate(outputs, scores_only)
         whole = self.config.actor_rollout_ref.rollout.n
         files = best_and_worst(outputs, scored.rows, whole) | (images_to or {})
-        names = {row: written(outputs[row].response, Path(file)) for row, file in files.items()}
+        names = {row: written(outputs[row].response, Path(file)) | outputs[row].told for row, file in files.items()}
         result.non_tensor_batch["written"] = object_array([names.get(row) for row in range(len(outputs))])
         waited = max(o.score_time for o in outputs) - max(o.image_time for o in outputs)
         result.meta_info["timing"] = {"rewards": max(0.0, waited)}

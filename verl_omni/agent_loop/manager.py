@@ -12,8 +12,8 @@ from omegaconf import DictConfig
 from verl.protocol import DataProto
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
-from verl_omni.agent_loop.diffusion_agent_loop import DiffusionAgentLoopWorker
 from verl_omni.agent_loop.outputs import join
+from verl_omni.agent_loop.rewriting import agent_loop_worker
 from verl_omni.utils.arrays import object_array
 
 # Trajectories, and what waits for their scores.
@@ -38,7 +38,7 @@ class DiffusionAgentLoopManager:
         self.any_server = not config.actor_rollout_ref.hybrid_engine
         self.workers = workers
         if workers is None:
-            worker = ray.remote(num_cpus=0)(DiffusionAgentLoopWorker)
+            worker = ray.remote(num_cpus=0)(agent_loop_worker(config))
             self.workers = [
                 worker.options(name=f"diffusion_agent_loop_{i}_{uuid.uuid4().hex[:6]}").remote(
                     config, server_handles, reward_loop_worker_handles

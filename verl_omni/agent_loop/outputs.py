@@ -32,6 +32,8 @@ class DiffusionAgentLoopOutput:
     reward_score: float | None = None
     reward_extra_info: dict[str, Any] = field(default_factory=dict)
     reward_failure: str | None = None  # why it has no score: that is NaN then
+    told: dict[str, Any] = field(default_factory=dict)  # what its line in samples.jsonl says beside
+    format: bool | None = None  # whether what a rewriter wrote is as it should be, where that counts
     image_time: float = 0.0
     score_time: float = 0.0
 

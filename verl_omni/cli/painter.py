@@ -1,5 +1,6 @@
 """Images of a model, with what a run has trained, as its validation draws them."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,8 @@ class Painter:
                 f"{weights.model} makes {kind}, and this command draws pictures: what a run has made is in "
                 "validation/ of its folder, and in its report"
             )
+        if weights.setting("actor_rollout_ref.rewriter.path"):
+            print(f"{weights.name}: a rewriter wrote this run's prompts; here they are drawn as given", file=sys.stderr)
         check_size("--set ", self.config.pipeline, self.config)
         dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         module = self.adapter.load_module(self.config, dtype)

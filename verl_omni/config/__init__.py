@@ -11,6 +11,7 @@ from verl_omni.config.actor import (
     VeOmniConfig,
 )
 from verl_omni.config.model import DiffusionModelConfig
+from verl_omni.config.rewriter import RewriterConfig
 from verl_omni.config.rollout import (
     CheckpointEngineConfig,
     DiffusionPipelineConfig,
@@ -36,6 +37,7 @@ __all__ = [
     "FSDPConfig",
     "HttpConfig",
     "OptimizerConfig",
+    "RewriterConfig",
     "VeOmniConfig",
     "validation_pipeline",
 ]

@@ -23,6 +23,7 @@ from verl_omni.config.knob import (
     knob,
     names_in,
 )
+from verl_omni.config.rewriter import RewriterConfig
 
 SERVED = "reward.reward_model.enable=true"
 
@@ -60,6 +61,7 @@ class ActorRolloutRefConfig:
     actor: DiffusionActorConfig = knob(DiffusionActorConfig, "")
     rollout: DiffusionRolloutConfig = knob(DiffusionRolloutConfig, "")
     ref: DiffusionRefConfig = knob(DiffusionRefConfig, "", may_change=True)
+    rewriter: RewriterConfig = knob(RewriterConfig, "")
     hybrid_engine: bool = knob(
         True,
         "the rollout engine sits in the training workers; false: rollout servers with copies of the model",

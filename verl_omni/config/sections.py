@@ -18,6 +18,7 @@ SECTIONS = {
     "actor_rollout_ref.rollout": "how images are drawn: size, steps, noise, engine",
     "actor_rollout_ref.actor": "the update: optimizer, loss, sharding",
     "actor_rollout_ref.ref": "the reference that a KL term compares with",
+    "actor_rollout_ref.rewriter": "a language model that writes the prompts which are drawn",
     "actor_rollout_ref.hybrid_engine": "where the rollout engine sits",
     "algorithm": "advantages and pairs",
     "reward": "which rewards, and what happens when one fails",

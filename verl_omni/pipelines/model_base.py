@@ -330,6 +330,13 @@ class DiffusionModelBase:
         return {cls.trained_components[0]: module}
 
     @classmethod
+    def write_part(
+        cls, model_config: DiffusionModelConfig, part: torch.nn.Module, state: dict[str, torch.Tensor], folder: str
+    ) -> None:
+        """Write one of `trained_modules`, where it is none of diffusers' models: those are written without it."""
+        raise NotImplementedError(f"{cls.__name__} has no write_part")
+
+    @classmethod
     def parts_at(cls, module: torch.nn.Module, timesteps: torch.Tensor) -> set[str]:
         """Which of `trained_modules` samples at these timesteps (N,) go through: all of them by default."""
         return set(cls.trained_modules(module))

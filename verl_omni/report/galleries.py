@@ -67,10 +67,11 @@ def section(heading: str, body: str) -> str:
 
 
 def _shot(sample: dict[str, Any], folder: Path, step: int, scores: Sequence[float]) -> str:
-    """A sample with its score and what else the reward told, such as the text that the OCR read."""
+    """A sample with its score, what a rewriter wrote and what else the reward told, such as what the OCR read."""
+    written = {"written": sample["written"]} if "written" in sample else {}
     told = (
         f"<span>{escape(key.replace('_', ' '))}: <b>{escape(_short(value))}</b></span>"
-        for key, value in sample.get("reward_extra_info", {}).items()
+        for key, value in {**written, **sample.get("reward_extra_info", {})}.items()
     )
     low, high = min(scores), max(scores)
     good = (float(sample["score"]) - low) / (high - low) if high > low else 0.5

@@ -15,8 +15,8 @@ from omegaconf import DictConfig
 from verl.protocol import DataProto
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
-from verl_omni.agent_loop.diffusion_agent_loop import DiffusionAgentLoopWorker
 from verl_omni.agent_loop.manager import DiffusionAgentLoopManager, Drawn, assign
+from verl_omni.agent_loop.rewriting import agent_loop_worker
 from verl_omni.config.keys import with_plus
 from verl_omni.data.loading import load_datasets
 from verl_omni.rewards.reward_loop import RewardLoopWorker
@@ -27,6 +27,7 @@ from verl_omni.trainer.diffusion.processes import listen, set_schedule_length
 from verl_omni.trainer.diffusion.rollouts import EmbeddedRollouts, ServerRollouts
 from verl_omni.utils.background import start, wait_for
 from verl_omni.workers.diffusion_worker import DiffusionWorker
+from verl_omni.workers.rewriting_worker import worker_class
 from verl_omni.workers.rollout import server_class
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.server import RolloutServer
@@ -66,7 +67,7 @@ class _LocalWorkers:
         config = self.run.config
         set_schedule_length(config, self.total_steps)
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        worker = DiffusionWorker(config)
+        worker = worker_class(config)(config)
         worker.init_model()
         self.actor_wg, self.reward_loop_manager = _LocalGroup(worker), None
         if config.actor_rollout_ref.hybrid_engine:
@@ -80,7 +81,7 @@ class _LocalWorkers:
             self.rollouts = ServerRollouts(servers, self.actor_wg, self.timeline)
             listen(config, self.rollouts)
         rewards = [_Handle(RewardLoopWorker(config))]
-        agents = _Handle(DiffusionAgentLoopWorker(config, servers, rewards))
+        agents = _Handle(agent_loop_worker(config)(config, servers, rewards))
         self.agent_loop_manager = _LocalAgentLoops(config, servers, rewards, [agents])
 
     def changes(self) -> list[int]:

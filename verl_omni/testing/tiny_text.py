@@ -275,3 +275,23 @@ def gemma_text_encoder(
     )
     config = Gemma3Config(text_config=text_config, vision_config=vision_config, mm_tokens_per_image=4)
     return Gemma3ForConditionalGeneration(config).eval()
+
+
+def language_model(tokenizer: "PreTrainedTokenizerBase", hidden_size: int = 32, layers: int = 2) -> "PreTrainedModel":
+    """A Qwen2 with its language head, random weights, and the vocabulary of ``tokenizer``."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen2ForCausalLM(config).eval()

@@ -30,11 +30,12 @@ class TaskRunner:
         from verl.trainer.ppo.utils import Role
 
         from verl_omni.trainer.placement import TRAINING
-        from verl_omni.workers.diffusion_worker import DiffusionWorker
+        from verl_omni.workers.rewriting_worker import worker_class
 
-        self.role_worker_mapping[Role.ActorRollout] = ray.remote(DiffusionWorker)
+        worker = worker_class(config)
+        self.role_worker_mapping[Role.ActorRollout] = ray.remote(worker)
         self.mapping[Role.ActorRollout] = TRAINING
-        return DiffusionWorker
+        return worker
 
     def add_ref_policy_worker(self, config: DictConfig, ref_policy_cls: Any) -> None:
         """The reference lives in the actor's worker: adapters off (LoRA), or a copy of its starting weights (full).

@@ -21,7 +21,8 @@ class Column:
     """Of a batch of B samples.
 
     `per`: one value for each `sample` (B, ...), for each denoising `step` (B, W, ...), for each noise `level`
-    (B, K, ...), or for each `state` between steps (B, W + 1, ...).
+    (B, K, ...), or for each `state` between steps (B, W + 1, ...); or for each `token` of a text, of which every sample
+    has as many as it has.
     """
 
     name: str
@@ -49,6 +50,12 @@ DECLARED = {
         Column("final_latents", "rollout", "replay", large=True, seen=False),
         Column("size", "rollout", "replay", host=True),
         Column("noise_level", "rollout", "replay", host=True),
+        # a tokens segment: what was asked, what was written, and of which tokens each was chosen
+        Column("text_prompt_ids", "rewriter", "replay", per="token", large=True, seen=False),
+        Column("text_ids", "rewriter", "replay", per="token", large=True, seen=False),
+        Column("text_log_probs", "rewriter", "loss", per="token", large=True, seen=False),
+        Column("text_old_log_probs", "worker", "loss", per="token", large=True, seen=False),
+        Column("text_nucleus", "rewriter", "replay", per="token", large=True, seen=False),
         # under other policies
         Column("old_log_probs", "trainer or worker", "loss", per="step"),
         Column("old_prev_sample_mean", "rollout or worker", "loss", per="step", large=True),
@@ -150,6 +157,8 @@ def stacked(name: str, rows: list[torch.Tensor]) -> torch.Tensor | Ragged:
     column = DECLARED.get(name)
     if column is None and len({row.shape[1:] for row in rows}) == 1:
         return pad_and_cat([row[None] for row in rows])
+    if column is not None and column.per == "token":
+        return Ragged(rows)
     if column is not None and column.per != "sample":
         _check_lengths(name, rows)
     return as_they_are(rows)

@@ -5,6 +5,7 @@ import functools
 import gc
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -303,7 +304,7 @@ class DiffusionWorker(Worker):
                     if stale or not first or (old is not None and old.source == "recompute"):
                         mini.pop("uncond_velocity", None)  # the weights have moved, or old ones are without it
                     check = self._check_first_ratio if first and not stale else None
-                    history.append(self.engine.train_batch(mini, self.loss_function, check)["metrics"])
+                    history.append(self.train_mini(mini, check))
         apart = {name: history[0].pop(k) for k, name in COMPARED.items() if k in history[0]}
         metrics = {f"actor/{k}": reduce_history(k, [h[k] for h in history]) for k in history[0]}
         metrics |= apart
@@ -325,6 +326,12 @@ class DiffusionWorker(Worker):
             freeze_heap()
             self._settled = True
         return metrics
+
+    def train_mini(
+        self, mini: dict[str, torch.Tensor], check: Callable[[dict[str, float]], None] | None
+    ) -> dict[str, float]:
+        """One optimizer step. `check` sees the metrics before the first one after a rollout, and may raise."""
+        return self.engine.train_batch(mini, self.loss_function, check)["metrics"]
 
     def _mini_batches(self, data: DataProto) -> list[dict[str, torch.Tensor]]:
         """Equal ones, or of the sizes in `mini_batch_rows`."""

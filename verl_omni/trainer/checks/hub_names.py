@@ -13,6 +13,7 @@ MODEL, REVISION = "actor_rollout_ref.model.path", "actor_rollout_ref.model.revis
 # These say their revision behind an @.
 OTHERS = (
     *(f"actor_rollout_ref.model.{name}" for name in ("tokenizer_path", "config_path", "lora_path")),
+    "actor_rollout_ref.rewriter.path",
     "reward.reward_model.model_path",
 )
 DATA = ("data.train_files", "data.val_files")
@@ -56,7 +57,7 @@ def fetch_models(config: DictConfig) -> None:
     """What the hub has of them comes to this machine, and is whole, before anything else of the run starts."""
     if models_of(config):
         check_model_folder(OmegaConf.to_object(config.actor_rollout_ref.model))
-        _fetch(models_of(config)[1:])
+        _fetch(models_of(config))
 
 
 def fetch_on_nodes(config: DictConfig) -> None:

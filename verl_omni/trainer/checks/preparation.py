@@ -39,6 +39,7 @@ from verl_omni.trainer.checks.groups import check_branches, check_filter, check_
 from verl_omni.trainer.checks.hub_names import pinned_names, with_names
 from verl_omni.trainer.checks.precision import check_precision
 from verl_omni.trainer.checks.preference import check_trainer_fits
+from verl_omni.trainer.checks.rewriter import check_rewriter
 from verl_omni.trainer.checks.rollout_engine import check_checkpoint_engine, check_http, check_rollout_engine
 from verl_omni.trainer.checks.teacher import check_teacher
 from verl_omni.trainer.checks.workers import check_workers
@@ -156,6 +157,7 @@ def _check(settings: DiffusionTrainerConfig) -> None:
     check_pool(settings)
     check_precision(settings)
     check_teacher(settings)
+    check_rewriter(settings)
     _check_numbers(settings)
     _check_best(settings)
     check_workers(settings)

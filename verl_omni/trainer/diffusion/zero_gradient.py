@@ -17,7 +17,8 @@ class ZeroGradients(Callback):
 
     def on_step_end(self, run: Run, step: Step) -> None:
         metrics, number = step.metrics, step.number
-        without = metrics.get("actor/grad_norm") == 0.0 or metrics.get("training/skipped_updates") == 1.0
+        norms = [metrics[name] for name in ("actor/grad_norm", "actor/rewriter/grad_norm") if name in metrics]
+        without = (norms and not any(norms)) or metrics.get("training/skipped_updates") == 1.0
         self.in_a_row = self.in_a_row + 1 if without else 0
         if without:
             said = f"the gradient is 0 for every weight, nothing is learned ({self.in_a_row} in a row, "

@@ -127,7 +127,7 @@ def _fault(folder: Path, state: tuple) -> str | None:
             return f"{name[:100]} has {about.st_size} bytes and was written with {entry['bytes']}"
     named = {folder / name for name in files}
     named |= {parent for path in named for parent in path.parents}
-    for path in (folder / "state").rglob("*"):  # all tensor files there would be read
+    for path in (*(folder / "state").rglob("*"), *(folder / "rewriter/state").rglob("*")):  # all would be read
         if path not in named:
             return f"{path.relative_to(folder).as_posix()} was added to it"
     with ThreadPoolExecutor() as pool:

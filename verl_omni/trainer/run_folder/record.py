@@ -24,6 +24,7 @@ NOT_COMPARED = (f"{ARR}model.pipeline", f"{ARR}model.algo", f"{ARR}model.revisio
 CONTENT = (
     *(f"{ARR}model.{name}" for name in ("path", "lora_path", "config_path", "tokenizer_path")),
     f"{ARR}actor.teacher.path",
+    f"{ARR}rewriter.path",
     *("data.train_files", "reward.custom_reward_function.path", "reward.reward_manager.module.path"),
 )
 # A file counts whole up to this size, a larger one with its size and pieces from all over it.
@@ -64,7 +65,7 @@ def _place(name: str, given: Any, config: DictConfig) -> str | list[str] | None:
         return None
     if name.startswith("data."):
         return list(map(str, local_files(given, name)))
-    if name.startswith(f"{ARR}model."):
+    if name.startswith((f"{ARR}model.", f"{ARR}rewriter.")):
         revision = config.actor_rollout_ref.model.revision if name == f"{ARR}model.path" else None
         return model_folder(given, revision, weights=False, setting=name)
     return given

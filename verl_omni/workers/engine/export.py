@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from verl_omni.config import DiffusionModelConfig
+from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.utils import lora_files
 from verl_omni.utils.file_mode import share, share_file
 
@@ -26,6 +27,7 @@ class HasWeights(Protocol):
     """What an export asks of an engine."""
 
     model_config: DiffusionModelConfig
+    adapter: type[DiffusionModelBase]
     parts: dict[str, torch.nn.Module]
     ema_decay: float | None
 
@@ -43,6 +45,9 @@ def export(engine: HasWeights, folder: str, submit: Callable[..., Future] | None
         os.makedirs(folder, exist_ok=True)
         if engine.model_config.lora_rank > 0:
             _write_lora(engine, folder)
+            return []
+        if engine.adapter.brings("write_part"):
+            _write_otherwise(engine, folder)
             return []
         return _write_full(engine, folder, submit)
 
@@ -114,6 +119,16 @@ def _write_full(engine: HasWeights, folder: str, submit: Callable[..., Future] |
                 else:
                     left.append(submit(_write_file, mine, path))
     return left
+
+
+def _write_otherwise(engine: HasWeights, folder: str) -> None:
+    """By the first rank, as an adapter says whose model is none of diffusers'."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+    states = {name: get_model_state_dict(part, options=options) for name, part in engine.parts.items()}
+    if dist.get_rank() == 0:
+        for name, state in states.items():
+            engine.adapter.write_part(engine.model_config, engine.parts[name], state, os.path.join(folder, name))
+        share(folder)
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:

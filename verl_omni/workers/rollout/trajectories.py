@@ -92,7 +92,8 @@ class TrajectoryStore:
         self.rows: dict[str, dict[str, torch.Tensor]] = {}
 
     def keep(self, key: str, output: RolloutOutput) -> RolloutOutput:
-        self.rows[key] = large_part(output)
+        """A sample of several segments comes in parts."""
+        self.rows[key] = self.rows.get(key, {}) | large_part(output)
         return by_reference(output, TrajectoryRef(key))
 
     def release(self, *experiences: str) -> None:

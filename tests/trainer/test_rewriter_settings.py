@@ -1,0 +1,31 @@
+"""What a rewriter cannot do is refused in one line, before a worker starts."""
+
+import re
+
+import pytest
+from test_refused_settings import refused
+from tiny_language_model import REWRITER, rewriting
+from tiny_models import tiny_checkpoint
+
+OWN = rewriting()[:1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([f"{REWRITER}.path=nowhere"], "rewriter.path=.nowhere. holds no config.json"),
+        ([f"{REWRITER}.path={tiny_checkpoint() / 'transformer'}"], "has no AutoModelForCausalLM of"),
+        ([f"{REWRITER}.lr=0.1"], "rewriter.lr=0.1 has no effect with actor_rollout_ref.rewriter.path=null"),
+        ([*OWN, "trainer.mode=separate"], "trainer.mode=separate: a rewriter writes in the training workers"),
+        ([*OWN, "trainer.mode=fully_async"], "trainer.mode=fully_async: a rewriter writes in the training workers"),
+        ([*OWN, "actor_rollout_ref.model.algorithm=diffusion_nft"], "has no effect with algorithm.trainer_type=direct"),
+        ([*OWN, "actor_rollout_ref.rollout.algo.branches=2"], "branches=2: images that part from one state"),
+        ([*OWN, f"{REWRITER}.template=hello"], "expected a text with {prompt} in it"),
+        ([*OWN, f"{REWRITER}.format='(a'"], "is no regular expression"),
+        ([*OWN, f"{REWRITER}.format_reward=2"], "has no effect with actor_rollout_ref.rewriter.format=null"),
+        ([*OWN, f"{REWRITER}.train=rewriter", "actor_rollout_ref.actor.use_kl_loss=true"], "use_kl_loss=True has no"),
+        ([*OWN, f"{REWRITER}.top_p=1.5"], "expected above 0, at most 1"),
+    ],
+)
+def test_refused(overrides, expected):
+    assert re.search(expected, refused(*overrides))

@@ -1,0 +1,68 @@
+"""Language models (transformers' AutoModelForCausalLM): how one is loaded, asked and saved. It draws nothing itself."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_omni.config import DiffusionModelConfig
+from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.utils.model_code import refuse_code
+
+CAUSAL_LM = "AutoModelForCausalLM"
+
+
+@DiffusionModelBase.register(CAUSAL_LM)
+class CausalLM(DiffusionModelBase):
+    trained_components = ("rewriter",)
+
+    @classmethod
+    def load_module(cls, model_config: DiffusionModelConfig, dtype: torch.dtype) -> torch.nn.Module:
+        from transformers import AutoModelForCausalLM, GenerationConfig
+
+        refuse_code(model_config.path)
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            os.path.expanduser(model_config.path), dtype=dtype, use_safetensors=True, output_loading_info=True
+        )
+        missing = sorted(set(loading["missing_keys"]))
+        if missing:  # transformers would leave them random
+            raise ValueError(
+                f"{model_config.path}: its config.json asks for {len(missing)} tensors that its weights do not have, "
+                f"such as {missing[0]}"
+            )
+        # Penalties, top-k and the like of the folder's own would change what is sampled, and not what is trained.
+        ends = model.generation_config.eos_token_id
+        model.generation_config = GenerationConfig(eos_token_id=ends)
+        return model.eval().requires_grad_(True)
+
+    @classmethod
+    def write_part(
+        cls, model_config: DiffusionModelConfig, part: torch.nn.Module, state: dict[str, torch.Tensor], folder: str
+    ) -> None:
+        """A whole folder for `AutoModelForCausalLM.from_pretrained`, with its tokenizer."""
+        from transformers import GenerationConfig
+
+        place, own = Path(folder).parent, Path(model_config.path).expanduser()  # it is the only part there
+        part.save_pretrained(place, state_dict={name: tensor.contiguous() for name, tensor in state.items()})
+        if (own / "generation_config.json").is_file():
+            GenerationConfig.from_pretrained(own).save_pretrained(place)
+        load_tokenizer(model_config.path).save_pretrained(place)
+
+
+def load_tokenizer(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    refuse_code(path)
+    return AutoTokenizer.from_pretrained(os.path.expanduser(path))
+
+
+def tokenize(tokenizer: Any, prompt: str, template: str, system: str | None) -> list[int]:
+    """What the model goes on from: in its chat template, where it has one."""
+    asked = template.replace("{prompt}", prompt)
+    if not tokenizer.chat_template:
+        return tokenizer(asked if system is None else f"{system}\n{asked}").input_ids
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    messages.append({"role": "user", "content": asked})
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False).input_ids

@@ -1,0 +1,98 @@
+"""Whether a rewriter can write for this run, found before a worker starts."""
+
+import re
+from pathlib import Path
+
+from verl_omni.config.knob import typed
+from verl_omni.config.schema import DiffusionTrainerConfig
+from verl_omni.utils.hub import model_folder
+from verl_omni.utils.json_files import read_object
+from verl_omni.utils.model_code import refuse_code
+
+WHERE = "actor_rollout_ref.rewriter"
+
+
+def check_rewriter(settings: DiffusionTrainerConfig) -> None:
+    rewriter = settings.actor_rollout_ref.rewriter
+    if rewriter.path is None:
+        return
+    _check_folder(rewriter.path)
+    if "{prompt}" not in rewriter.template:
+        raise ValueError(f'{WHERE}.template="{rewriter.template}": expected a text with {{prompt}} in it')
+    if rewriter.format is not None:
+        try:
+            re.compile(rewriter.format)
+        except re.error as error:
+            raise ValueError(f'{WHERE}.format="{rewriter.format}" is no regular expression: {error}') from None
+    _check_what_learns(settings)
+    for setting, value, wanted, why in _not_yet(settings):
+        if value != wanted:
+            raise ValueError(f"{setting}={value}: {why}; set {setting}={typed(wanted)}, or leave {WHERE}.path out")
+
+
+def _check_folder(path: str) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    setting = f"{WHERE}.path"
+    folder = Path(model_folder(path, weights=False, setting=setting)).expanduser()
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f'{setting}="{path}" holds no config.json: give the folder of a language model, as transformers\' '
+            "`model.save_pretrained(folder)` and `tokenizer.save_pretrained(folder)` write it"
+        )
+    refuse_code(folder)
+    kind = read_object(folder / "config.json").get("model_type")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(
+            f'{setting}="{path}" is a {kind!s:.60}, which transformers has no AutoModelForCausalLM of: give a language '
+            "model"
+        )
+    if not (folder / "tokenizer_config.json").is_file():
+        raise FileNotFoundError(f'{setting}="{path}" holds no tokenizer: `tokenizer.save_pretrained(folder)` writes it')
+
+
+def _check_what_learns(settings: DiffusionTrainerConfig) -> None:
+    """Passes over a generator that does not learn would be for nothing."""
+    rewriter, actor = settings.actor_rollout_ref.rewriter, settings.actor_rollout_ref.actor
+    if rewriter.train == "rewriter":
+        asked = {"use_kl_loss": actor.use_kl_loss, "ema_decay": actor.ema_decay, "teacher.path": actor.teacher.path}
+        for name, value in asked.items():
+            if value:
+                raise ValueError(
+                    f"actor_rollout_ref.actor.{name}={value} has no effect with {WHERE}.train=rewriter, where the "
+                    "generator stays as it is: leave it out"
+                )
+
+
+def _not_yet(settings: DiffusionTrainerConfig) -> list[tuple[str, object, object, str]]:
+    """(setting, its value, the only one that goes with a rewriter, why)."""
+    arr, correction = settings.actor_rollout_ref, settings.algorithm.rollout_correction
+    own = "a rewriter writes in the training workers"
+    return [
+        ("trainer.mode", settings.trainer.mode, "colocated", own),
+        ("actor_rollout_ref.rollout.name", arr.rollout.name, "diffusers", own),
+        ("actor_rollout_ref.actor.strategy", arr.actor.strategy, "fsdp2", "a rewriter is trained by FSDP2"),
+        (
+            "actor_rollout_ref.actor.checkpoint.async_save",
+            arr.actor.checkpoint.async_save,
+            False,
+            "two models are not written while training goes on",
+        ),
+        (
+            "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size",
+            arr.actor.fsdp_config.ulysses_sequence_parallel_size,
+            1,
+            "a text is not shared between ranks",
+        ),
+        (
+            "actor_rollout_ref.rollout.algo.branches",
+            arr.rollout.algo.branches,
+            None,
+            "images that part from one state have one prompt, and a rewriter writes one for each",
+        ),
+        ("actor_rollout_ref.rollout.pool.size", arr.rollout.pool.size, None, "a pool would be written twice"),
+        *(
+            (f"algorithm.rollout_correction.{name}", getattr(correction, name), None, "it weighs denoising steps alone")
+            for name in ("rollout_is", "rollout_rs")
+        ),
+    ]
