@@ -1,8 +1,10 @@
 """The update's graphs come from the cache: other processes compiled them while the rollout ran."""
 
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch._dynamo.utils import counters
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.sampling import halves
 from verl_omni.workers.engine.compile import compile_ahead as ahead
-from verl_omni.workers.engine.compile.blocks import compile_blocks
+from verl_omni.workers.engine.compile.blocks import choose_cache, compile_blocks
 from verl_omni.workers.engine.compile.compile_ahead import CompileAhead, compile_ahead
 
 
@@ -137,3 +139,30 @@ def test_inputs_are_those_of_the_update(module, waiting):
     assert found["temb"] == ahead.Input((3, 16), torch.float32, False)
     assert found["rope"] == (ahead.Input((16, 4), torch.float32, False),)
     assert found["flag"] is None
+
+
+@pytest.fixture
+def nothing_chosen(monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # as it is now, it comes back
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+
+
+def test_kernels_are_kept_in_the_users_cache_folder(tmp_path, monkeypatch, capsys, nothing_chosen):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for chosen, expected in ((None, ".cache"), (tmp_path / "elsewhere", "elsewhere")):
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(chosen or ""))
+        choose_cache()
+        folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        assert folder == tmp_path / expected / "verl_omni/inductor" and folder.is_dir()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
+    choose_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/mine" and not capsys.readouterr().err
+
+
+def test_a_cache_folder_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys, nothing_chosen):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    choose_cache()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    assert f"{tmp_path / 'file'}/verl_omni/inductor cannot be written" in capsys.readouterr().err
