@@ -18,6 +18,7 @@ from verl_omni.utils.responses import Sound
 
 @DiffusionModelBase.register("LongCatAudioDiTPipeline", algorithm="flow_grpo")
 class LongCatAudio(DiffusionModelBase):
+    fp8_modules = ["to_q", "to_k", "to_v", "to_out.0", "ffn.ff.0", "ffn.ff.3"]
     size_multiple = 1
     pipeline_defaults = {"negative_prompt": "", "max_sequence_length": 512, "audio_duration_s": 10.0}
 

@@ -47,6 +47,7 @@ class LTX2(DiffusionModelBase):
         "to_q", "to_k", "to_v", "to_out.0",
         "ff.net.0.proj", "ff.net.2", "audio_ff.net.0.proj", "audio_ff.net.2",
     ]  # fmt: skip
+    fp8_modules = lora_target_modules
     libraries = ("ltx2",)  # diffusers' own, of the connectors and the vocoder
     size_multiple = 1
     shares_tokens = False
