@@ -20,9 +20,9 @@ HEALTHY = {
 }
 
 
-def said(courses, steps=40):
+def said(courses, steps=40, updates=20):
     """All lines of a run in which some metrics take another course than a healthy one's."""
-    watch, lines = Symptoms(), []
+    watch, lines = Symptoms(updates), []
     for i in range(steps):
         rising = HEALTHY | {"critic/rewards/mean": 0.5 + 0.01 * i + 0.005 * (i % 2)}
         lines += watch.see(rising | {name: course(i) for name, course in courses.items()})
@@ -52,6 +52,12 @@ def test_each_is_said_once_and_alone(symptom):
 
 def test_a_healthy_run_is_left_alone():
     assert said({"val-core/ocr_line/reward/mean@1": lambda i: 0.6 + 0.01 * i, "staleness/mean": lambda i: 3.0}) == []
+
+
+def test_the_first_update_of_a_step_clips_nothing():
+    """With two of them, half is all that can be clipped; with one, nothing."""
+    assert said({"actor/pg_clipfrac": lambda i: 0.48}, updates=2)[0].startswith("nearly every ratio is clipped")
+    assert said({"actor/pg_clipfrac": lambda i: 0.0}, updates=1) == []
 
 
 def test_one_bad_step_is_no_symptom():

@@ -171,7 +171,7 @@ class BaseRayDiffusionTrainer(Sampling):
             *([after_step.Waiting(self.layout.world, self.num_servers)] if self.pace.overlaps else []),
             ZeroGradients(),
             *([after_step.Validation(self.checkpoints, self.pace.settle, self._validate)] if self._validates else []),
-            symptoms.Symptoms(),
+            symptoms.Symptoms(symptoms.updates_of(self.config)),
             after_step.Speed(self._devices),
             self.callbacks,
             after_step.Log(tracking, self.timeline),

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean, median, variance
 
+from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.report.notices import notice
 from verl_omni.trainer.callbacks import Callback, Run, Step
 
@@ -50,15 +51,21 @@ STALE = Symptom(
     "staleness/mean",
     "lower trainer.max_staleness, or set algorithm.rollout_correction.rollout_is=step",
 )
-
-
 METRICS = ("actor/pg_clipfrac", "actor/grad_norm", "critic/rewards/", "staleness/mean")
+
+
+def updates_of(config: DiffusionTrainerConfig) -> int:
+    """Optimizer steps of a training step."""
+    actor = config.actor_rollout_ref.actor
+    return max(1, config.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs
 
 
 class Symptoms(Callback):
     """Says each of them once, when it has lasted for some steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, updates: int) -> None:
+        """`updates`: optimizer steps of a training step. In the first of them every ratio is 1, and none is clipped."""
+        self._most_clipped = (updates - 1) / updates
         self._seen: list[dict[str, float]] = []
         self._said: set[Symptom] = set()
         self._checks: dict[Symptom, Callable[[Mapping[str, float]], str | None]] = {
@@ -94,8 +101,13 @@ class Symptoms(Callback):
         return self._of(metric, slice(-steps, None)) if len(self._seen) >= steps else []
 
     def _clipped(self, metrics: Mapping[str, float]) -> str | None:
+        return self._clips_more_than(0.8)
+
+    def _clips_more_than(self, share: float) -> str | None:
+        """Of what can be clipped."""
         values = self._last(CLIPPED.metric)
-        return f"{fmean(values):.2f}" if values and fmean(values) >= 0.8 else None
+        most = self._most_clipped
+        return f"{fmean(values):.2f} of {most:.2f}" if values and most and fmean(values) >= share * most else None
 
     def _explodes(self, metrics: Mapping[str, float]) -> str | None:
         """Two steps in a row beyond ten times the first ones."""
@@ -132,7 +144,6 @@ class Symptoms(Callback):
         return f"{size:g}" if size is not None and size < 4 else None
 
     def _stale(self, metrics: Mapping[str, float]) -> str | None:
-        ages, clipped = self._last(STALE.metric), self._last(CLIPPED.metric)
-        if not ages or not clipped or fmean(ages) < 1 or fmean(clipped) < 0.5:
-            return None
-        return f"{fmean(ages):.2g}, {CLIPPED.metric} {fmean(clipped):.2f}"
+        ages = self._last(STALE.metric)
+        clipped = self._clips_more_than(0.5) if ages and fmean(ages) >= 1 else None
+        return f"{fmean(ages):.2g}, {CLIPPED.metric} {clipped}" if clipped else None
