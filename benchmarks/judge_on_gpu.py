@@ -144,8 +144,8 @@ def servers(judge: Path) -> list[psutil.Process]:
 
 def steps(run: Path) -> list[dict]:
     file = run / "metrics.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
-    return [line for line in lines if "reward/vlm_judge/mean" in line]
+    lines = [line for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
+    return [data for data in (json.loads(line)["data"] for line in lines) if "reward/vlm_judge/mean" in data]
 
 
 def train(folder: Path, judge: Path, environment: dict[str, str], port: int) -> int:
