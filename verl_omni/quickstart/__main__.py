@@ -1,6 +1,7 @@
 """The quickstart: train a small text-to-image model with FlowGRPO to write numbers, and show what it learned.
 
     verl-omni quickstart [--out DIR] [key=value ...]
+    verl-omni quickstart --task think_then_draw        numbers in words: a language model learns to write them as digits
 
 Further arguments are overrides of the training config, such as trainer.total_training_steps=100.
 """
@@ -14,6 +15,16 @@ import time
 from pathlib import Path
 
 RECIPE = Path(__file__).parent
+# What there is to learn: the recipe's name, and what to say of it.
+TASKS = {
+    "quickstart": (
+        "A small Qwen-Image draws three-digit numbers badly. FlowGRPO trains it, with a real OCR as the reward:"
+    ),
+    "think_then_draw": (
+        "A small Qwen-Image that only knows digits is asked for numbers in words. A small language model, which turns "
+        "words\ninto digits badly, writes its prompts and learns, with a real OCR of the pictures as the reward:"
+    ),
+}
 
 
 def main() -> None:
@@ -21,27 +32,25 @@ def main() -> None:
         "verl-omni quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("outputs/quickstart"), help="folder for all that is written")
-    parser.add_argument("--run", default="flow_grpo", help="name of the run; each has its own folder")
+    parser.add_argument("--run", help="name of the run (flow_grpo, think_then_draw); each has its own folder")
+    parser.add_argument("--task", choices=TASKS, default="quickstart", help="what is learned (%(default)s)")
     options, overrides = parser.parse_known_args()
 
     from verl_omni.report.report import format_before_after_table, write_report
     from verl_omni.trainer.run_folder.checkpointing import whole_checkpoints
 
     began = time.time()
-    run_dir = options.out / options.run
-    command = training_command(options.out, run_dir, overrides)
-    print(
-        "A small Qwen-Image draws three-digit numbers badly. FlowGRPO trains it, with a real OCR as the reward:\n\n"
-        f"    {shown(command)}\n",
-        flush=True,
-    )
+    task = options.task
+    run_dir = options.out / (options.run or ("flow_grpo" if task == "quickstart" else task))
+    command = training_command(options.out, run_dir, overrides, task)
+    print(f"{TASKS[task]}\n\n    {shown(command)}\n", flush=True)
     code = train(command)
     if code:
         sys.exit(code)
     print("\nNumbers that were never trained on, before and after\n")
     print(format_before_after_table(run_dir))
     report = run_dir / "report.html"
-    longer = training_command(options.out, run_dir, [*overrides, "trainer.total_training_steps=100"])
+    longer = training_command(options.out, run_dir, [*overrides, "trainer.total_training_steps=100"], task)
     write_report(run_dir, report, title="verl-omni quickstart", continue_command=shown(longer))
     print(f"\nReport: {report}")
     for checkpoint in list(whole_checkpoints(run_dir).values())[-1:]:  # none with trainer.save_freq=0
@@ -62,16 +71,18 @@ def train(command: list[str]) -> int:
     return code
 
 
-def training_command(data_dir: Path, run_dir: Path, overrides: list[str]) -> list[str]:
-    """The command that trains the shipped checkpoint; the prompts are written to ``data_dir``."""
+def training_command(data_dir: Path, run_dir: Path, overrides: list[str], task: str = "quickstart") -> list[str]:
+    """The command that trains what is shipped; the prompts are written to ``data_dir``."""
     from verl_omni.quickstart.data import write_data
-    from verl_omni.quickstart.task import CHECKPOINT
+    from verl_omni.quickstart.task import CHECKPOINT, LANGUAGE_MODEL, words_prompt
 
-    train_file, val_file = write_data(data_dir)
+    thinks = task == "think_then_draw"
+    train_file, val_file = write_data(data_dir / "words", words_prompt) if thinks else write_data(data_dir)
     return [
         sys.executable, "-m", "verl_omni.trainer.main_diffusion",
-        "--config-dir", str(RECIPE), "--config-name", "quickstart",
+        "--config-dir", str(RECIPE), "--config-name", task,
         f"actor_rollout_ref.model.path={CHECKPOINT}",
+        *([f"actor_rollout_ref.rewriter.path={LANGUAGE_MODEL}"] if thinks else []),
         f"data.train_files={train_file}",
         f"data.val_files={val_file}",
         f"trainer.default_local_dir={run_dir}",

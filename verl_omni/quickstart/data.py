@@ -1,5 +1,6 @@
 """Prompts of the quickstart as parquet files in verl's layout."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -8,8 +9,11 @@ import pyarrow.parquet as pq
 from verl_omni.quickstart.task import prompt_for, split_numbers
 
 
-def write_data(out: str | Path) -> tuple[Path, Path]:
-    """Write ``train.parquet`` (800 prompts) and ``val.parquet`` (200 numbers never trained on); returns both paths."""
+def write_data(out: str | Path, prompt: Callable[[str], str] = prompt_for) -> tuple[Path, Path]:
+    """Write ``train.parquet`` (800 prompts) and ``val.parquet`` (200 numbers never trained on); returns both paths.
+
+    ``prompt`` says how a number is asked for.
+    """
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -17,7 +21,7 @@ def write_data(out: str | Path) -> tuple[Path, Path]:
         rows = [
             {
                 "data_source": "ocr_line",
-                "prompt": [{"role": "user", "content": prompt_for(number)}],
+                "prompt": [{"role": "user", "content": prompt(number)}],
                 "reward_model": {"style": "rule", "ground_truth": number},
                 "extra_info": {"split": split, "index": index},
             }

@@ -8,8 +8,14 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 CHECKPOINT = Path(__file__).parent / "model"  # what the quickstart starts from; `checkpoint.py` says how it was made
+LANGUAGE_MODEL = Path(__file__).parent / "rewriter"  # of "think, then draw"; `language_model.py` says how
 WIDTH, HEIGHT = 32, 16
 HELD_OUT = 200
+SMALL = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+).split()
+TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 
 
 def split_numbers() -> tuple[list[str], list[str]]:
@@ -22,6 +28,21 @@ def split_numbers() -> tuple[list[str], list[str]]:
 def prompt_for(number: str) -> str:
     """The prompt that asks for a sign with this number."""
     return f'a sign that reads "{number}"'
+
+
+def words_prompt(number: str) -> str:
+    """The same wish in words, which a model that only knows digits cannot read."""
+    return f'a sign that reads "{in_words(int(number))}"'
+
+
+def in_words(number: int) -> str:
+    """0 to 999: three hundred and five."""
+    if number >= 100:
+        hundreds, rest = f"{SMALL[number // 100]} hundred", number % 100
+        return f"{hundreds} and {in_words(rest)}" if rest else hundreds
+    if number < 20:
+        return SMALL[number]
+    return TENS[number // 10 - 2] + (f" {SMALL[number % 10]}" if number % 10 else "")
 
 
 def draw_sign(number: str, rng: np.random.Generator) -> np.ndarray:
