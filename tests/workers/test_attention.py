@@ -10,7 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_omni.pipelines.flux.adapter import Flux
 from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.workers.engine.compile import attention_kernels, attention_trial
 from verl_omni.workers.engine.compile.attention import attention_choice, choose_attention
+from verl_omni.workers.engine.compile.attention_trial import Shape, Tried, shape_of, try_kernels
 from verl_omni.workers.engine.compile.blocks import compile_blocks, repeated_blocks
 from verl_omni.workers.engine.compile.compile_ahead import skeleton
 
@@ -106,3 +108,51 @@ def test_a_kernel_for_16_bits_is_not_chosen_for_float32():
 
     assert attention_choice(None, Flux, torch.device("cuda"), torch.float32)[0] is None
     assert attention_choice(None, Flux, torch.device("cuda"), torch.bfloat16)[0] == "_native_flash"
+
+
+# ---- tried at start-up, in another process
+
+SMALL = Shape(rows=2, tokens=300, heads=2, width=16)
+
+
+def test_kernels_are_tried_forward_and_backward_and_what_is_missing_says_so():
+    own, flash, math, absent = try_kernels(
+        SMALL, "cpu", torch.float32, ("native", "_native_flash", "_native_math", "_native_cudnn")
+    )
+    assert own.passes and flash.passes and math.passes and own.off < 1e-4 and own.ms > 0
+    assert not absent.passes and absent.failed
+
+
+def test_a_kernel_that_ends_its_process_is_out_and_the_others_go_on(monkeypatch, tmp_path):
+    program = tmp_path / "kernels.py"
+    program.write_text(
+        "import json, os, sys\n"
+        "for kernel in json.loads(sys.argv[1])[3]:\n"
+        "    if kernel == 'bad': os._exit(139)\n"
+        "    off = 0.5 if kernel == 'wrong' else 0.001\n"
+        "    print(json.dumps({'kernel': kernel, 'off': off, 'ms': 1.0}), flush=True)\n"
+    )
+    monkeypatch.setattr(attention_kernels, "__file__", str(program))
+    found = try_kernels(SMALL, "cpu", torch.bfloat16, ("native", "bad", "wrong", "fast"))
+    assert [(one.kernel, one.passes) for one in found] == [
+        ("native", True), ("bad", False), ("wrong", False), ("fast", True)
+    ]  # fmt: skip
+    assert "ended its process (exit code 139)" in str(found[1]) and str(found[2]) == "wrong: off by 50.0%"
+
+
+@pytest.mark.parametrize(("ms", "chosen"), [(4.0, "_native_flash"), (4.95, None)])
+def test_torchs_own_choice_is_left_only_for_a_clear_gain(monkeypatch, ms, chosen):
+    found = [Tried("native", 0.001, 5.0), Tried("_native_flash", 0.001, ms), Tried("_native_cudnn", 0.3, 1.0)]
+    monkeypatch.setattr(attention_trial, "try_kernels", lambda *given: found)
+    backend, why = attention_trial.best_attention(SMALL, "cuda", torch.bfloat16)
+    assert backend == chosen and "tried with 2 x 300 tokens, 2 heads of 16: native 5.00 ms" in why
+
+
+@pytest.mark.parametrize("pipeline", ["QwenImagePipeline", "StableDiffusion3Pipeline", "ZImagePipeline", "WanPipeline"])
+def test_the_shapes_are_the_models_own(pipeline):
+    config = model_config(tiny_checkpoint(pipeline))
+    adapter = DiffusionModelBase.get_class(config)
+    shape = shape_of(config, adapter)
+    attention = repeated_blocks(adapter.build_module(config, torch.float32))[-1]
+    attention = next(m for m in attention.modules() if hasattr(m, "to_q"))
+    assert shape.heads * shape.width == attention.to_q.out_features and shape.tokens >= adapter.tokens(config)

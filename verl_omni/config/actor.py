@@ -114,7 +114,8 @@ class EngineConfig:
     )
     attention_backend: str | None = knob(
         None,
-        "diffusers attention backend, such as _native_cudnn; null: the model's own on a GPU, else diffusers'",
+        "diffusers attention backend, such as _native_cudnn; null: on a GPU the model's own, or what a trial at the "
+        "start finds right and fastest; else diffusers'",
         choices=attention_backends,
         may_change=True,
     )

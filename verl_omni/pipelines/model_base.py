@@ -392,6 +392,22 @@ class DiffusionModelBase:
         raise NotImplementedError(f"{cls.__name__} has no encode_prompt")
 
     @classmethod
+    def conditions_like(cls, model_config: DiffusionModelConfig, tokens: int) -> Conditions:
+        """Zeros in the shapes of what `encode_prompt` makes of so many ids of `tokenize`, for `verl-omni plan`."""
+        widths = ("joint_attention_dim", "text_dim", "cap_feat_dim", "cross_attention_dim")
+        width = next((value for name in widths if (value := cls.transformer_config(model_config).get(name))), None)
+        if width is None:
+            raise ValueError(
+                f"the config of the transformer does not say how wide text features are: give {cls.__name__} a "
+                "classmethod conditions_like"
+            )
+        return {"prompt_embeds": torch.zeros(1, tokens, width), "prompt_embeds_mask": torch.ones(1, tokens).bool()}
+
+    @classmethod
+    def transformer_config(cls, model_config: DiffusionModelConfig) -> dict[str, Any]:
+        return read_component_config(model_config.config_path or model_config.path, model_config.transformer_subfolder)
+
+    @classmethod
     def prepare_latents(
         cls, pipe, module: torch.nn.Module, model_config: DiffusionModelConfig, generators: list[torch.Generator]
     ) -> torch.Tensor:

@@ -95,6 +95,10 @@ class QwenImage(DiffusionModelBase):
         }
 
     @classmethod
+    def conditions_like(cls, model_config: DiffusionModelConfig, tokens: int) -> Conditions:
+        return super().conditions_like(model_config, tokens - TEMPLATE_START)
+
+    @classmethod
     def prepare_latents(
         cls, pipe, module: torch.nn.Module, model_config: DiffusionModelConfig, generators: list[torch.Generator]
     ) -> torch.Tensor:

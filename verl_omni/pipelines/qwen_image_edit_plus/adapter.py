@@ -139,6 +139,18 @@ class QwenImageEditPlus(QwenImage):
         }
 
     @classmethod
+    def conditions_like(cls, model_config: DiffusionModelConfig, tokens: int) -> Conditions:
+        """With one square reference image."""
+        from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import VAE_IMAGE_SIZE
+
+        side = math.isqrt(VAE_IMAGE_SIZE) // (2 * cls.vae_scale_factor(model_config))
+        channels = cls.transformer_config(model_config)["in_channels"]
+        return DiffusionModelBase.conditions_like.__func__(cls, model_config, tokens - TEMPLATE_START) | {
+            "reference_latents": torch.zeros(1, side * side, channels),
+            "reference_sizes": torch.tensor([[(side, side)]]),
+        }
+
+    @classmethod
     def prepare_latents(
         cls, pipe, module: torch.nn.Module, model_config: DiffusionModelConfig, generators: list[torch.Generator]
     ) -> torch.Tensor:

@@ -90,6 +90,12 @@ class StableDiffusion3(DiffusionModelBase):
         }
 
     @classmethod
+    def conditions_like(cls, model_config: DiffusionModelConfig, tokens: int) -> Conditions:
+        conditions = super().conditions_like(model_config, tokens - CLIP_LENGTH)  # the two CLIPs lie over each other
+        pooled = torch.zeros(1, cls.transformer_config(model_config)["pooled_projection_dim"])
+        return conditions | {"pooled_prompt_embeds": pooled}
+
+    @classmethod
     def prepare_latents(
         cls, pipe, module: torch.nn.Module, model_config: DiffusionModelConfig, generators: list[torch.Generator]
     ) -> torch.Tensor:

@@ -27,6 +27,7 @@ from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.workers.engine import checkpoint_io
 from verl_omni.workers.engine.checkpoint_io import Writing
 from verl_omni.workers.engine.compile.attention import attention_choice
+from verl_omni.workers.engine.compile.attention_trial import best_attention, shape_of
 from verl_omni.workers.engine.compile.blocks import compile_blocks
 from verl_omni.workers.engine.compile.compile_ahead import compile_ahead
 from verl_omni.workers.engine.compile.fused_gelu import fuse_gelu
@@ -84,7 +85,7 @@ class DiffusionEngine(Passes):
     # ---- construction --------------------------------------------------------------------------------
 
     def initialize(self) -> None:
-        attention, why = attention_choice(self.common.attention_backend, self.adapter, self.device, self.dtype)
+        attention, why = self._choose_attention()
         if self.device.type != "cpu" and dist.get_rank() == 0:
             print(f"Attention: {attention or 'native'} ({why}).", flush=True)
         self.module, self.parts = build_module(self.model_config, self.common.seed, self.model_dtype, attention)
@@ -110,6 +111,18 @@ class DiffusionEngine(Passes):
         self.policies = Policies(self.parameters, self.common.param_offload, before_swap=self.settle)
         self.replay = self._replay(self)
         self.to("cpu", model=self.is_param_offload_enabled, optimizer=False, grad=False)
+
+    def _choose_attention(self) -> tuple[str | None, str]:
+        """(the backend, why). On a GPU, where neither user nor adapter names one, the kernels are tried by one rank."""
+        chosen = attention_choice(self.common.attention_backend, self.adapter, self.device, self.dtype)
+        named = self.common.attention_backend or self.adapter.attention_backend
+        shape = shape_of(self.model_config, self.adapter) if self.device.type == "cuda" and not named else None
+        if shape is None or self.dtype == torch.float32:
+            return chosen
+        found = [best_attention(shape, str(self.device), self.dtype) if dist.get_rank() == 0 else None]
+        if self.layout.is_spread:
+            dist.broadcast_object_list(found, src=0)
+        return found[0]
 
     def _folds_lora(self) -> bool:
         """By default on a GPU whose memory has a quarter left beside the weights and a copy of the adapted ones."""
@@ -200,6 +213,7 @@ class DiffusionEngine(Passes):
 
     @contextlib.contextmanager
     def whole(self, precision: str | None = None) -> Iterator[None]:
+        self.optimizer_zero_grad()  # gradients have had their step: a rollout can use the memory
         folds = self.folded_lora is not None
         if folds:
             self.folded_lora.swap_in(but=self.fp8.linears if precision else ())

@@ -6,16 +6,10 @@ diffusers' own switch passes over models whose attention calls torch directly (S
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 from verl_omni.pipelines.model_base import DiffusionModelBase
-
-TORCH_KERNELS = {
-    "_native_cudnn": SDPBackend.CUDNN_ATTENTION,
-    "_native_efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "_native_flash": SDPBackend.FLASH_ATTENTION,
-    "_native_math": SDPBackend.MATH,
-}
+from verl_omni.workers.engine.compile.attention_kernels import TORCH_KERNELS
 
 
 def attention_choice(
