@@ -36,7 +36,7 @@ GROUPS: dict[str, dict[str, Subcommand]] = {
         "train": Subcommand(f"{CLI}train", "train a model: train [RECIPE] [key=value ...]"),
         "check": Subcommand(f"{CLI}check", "a dry run of `train` with the same settings: one image, one reward"),
         "overfit": Subcommand(f"{CLI}overfit", "train on one prompt: can these settings learn this reward at all?"),
-        "plan": Subcommand(f"{CLI}plan", "how many devices should train, and how many draw, from a run's timing"),
+        "plan": Subcommand(f"{CLI}plan", "will a run fit, how long is a step, and how should GPUs be shared out?"),
     },
     "To look at what came of it": {
         "watch": Subcommand(f"{CLI}watch", "a page about runs while they train: images, curves, stop and save"),

@@ -1,26 +1,78 @@
-"""How many devices for training and how many for rollout? From what a run has measured.
+"""Will a run fit, how long will a step take, and how should devices be shared out?
 
-    verl-omni plan RUN_FOLDER --devices 8
+    verl-omni plan [RECIPE] [key=value ...] [--gpus 8] [--memory 80] [--gpu h100]
+    verl-omni plan RUN_FOLDER [--devices 8]
+
+With the arguments of `train`: peak memory of each stage on a device, seconds of a step, what to change where it does
+not fit, and the ways to use so many GPUs, the best one marked. It reads the configs of the model's folder, not its
+weights, and needs no GPU. With the folder of a run of a few steps: how many devices should train and how many draw,
+from its times.
 """
 
 import argparse
+import os
 import sys
+from typing import TYPE_CHECKING
 
 from verl_omni.perf import plan
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        "verl-omni plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "verl-omni plan",
+        usage="verl-omni plan [RECIPE] [key=value ...] [--gpus N] [--memory GIB] [--gpu NAME]\n"
+        "       verl-omni plan RUN_FOLDER [--devices N]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", help="the folder of a run of a few steps, in any mode")
-    parser.add_argument("--devices", type=int, help="how many there are to share out; by default, those of the run")
-    options = parser.parse_args()
+    parser.add_argument("--gpus", type=int, help="how many there are, rollout servers' too; by default the run's")
+    parser.add_argument("--memory", type=float, help="GiB of each; by default what such a GPU has")
+    parser.add_argument("--gpu", default="h200", help="which: h200, h100, h800, a100, a800, l40s, b200 (%(default)s)")
+    parser.add_argument("--devices", type=int, help="with a run folder: how many to share out; by default the run's")
+    options, given = parser.parse_known_args()
+    if is_run(given):
+        of_run(given[0], options.devices)
+        return
+    if options.devices is not None:
+        sys.exit("error: --devices is for the folder of a run; with the arguments of train it is --gpus")
+    sys.argv[1:] = given
+    from verl_omni.cli.train import with_configuration
+
+    with_configuration(lambda config: of_settings(config, options.gpus, options.memory, options.gpu))
+
+
+def is_run(given: list[str]) -> bool:
+    """One word that is no recipe."""
+    if len(given) != 1 or "=" in given[0] or given[0].startswith("-"):
+        return False
+    from verl_omni.cli.recipes import shipped
+
+    return os.path.isdir(given[0]) or not (given[0] in shipped() or given[0].endswith((".yaml", ".yml")))
+
+
+def of_settings(config: "DictConfig", gpus: int | None, memory: float | None, gpu: str) -> None:
+    from verl_omni.cli.in_process import mistakes_in_one_line
+
+    with mistakes_in_one_line():
+        for name, value in (("gpus", gpus), ("memory", memory)):
+            if value is not None and value <= 0:
+                raise ValueError(f"--{name}={value}: expected more than 0")
+        from verl_omni.trainer.forecast.forecast import forecast
+        from verl_omni.trainer.forecast.tables import lines
+
+        for line in lines(forecast(config, gpus, memory, gpu)):
+            print(line, flush=True)
+
+
+def of_run(run: str, devices: int | None) -> None:
     try:
-        work = plan.read_work(options.run)
+        work = plan.read_work(run)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
-    devices = options.devices or work.training + work.rollout
+    devices = devices or work.training + work.rollout
     if devices < 1:
         sys.exit(f"error: --devices={devices}: expected 1 or more")
     took = f"with {work.training} training" + (f" and {work.rollout} rollout" if work.rollout else "")

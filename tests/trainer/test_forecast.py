@@ -1,0 +1,170 @@
+"""A plan counts what real engines hold: parameters, gradients, optimizer state, and what autograd keeps."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from composed import composed
+from omegaconf import OmegaConf
+from tiny_models import tiny_checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
+
+from verl_omni.cli import plan
+from verl_omni.config import CheckpointConfig, DiffusionModelConfig, FSDPConfig, OptimizerConfig
+from verl_omni.perf.rates import rates
+from verl_omni.trainer.checks.preparation import prepare_config
+from verl_omni.trainer.forecast.forecast import forecast
+from verl_omni.trainer.forecast.model import ModelCosts
+from verl_omni.trainer.forecast.stages import optimizer_ratio
+from verl_omni.trainer.forecast.tables import text
+from verl_omni.trainer.forecast.weights import weights_of
+from verl_omni.workers.engine.fsdp.diffusers_impl import DiffusersFSDPEngine
+from verl_omni.workers.engine.lora import add_lora
+from verl_omni.workers.engine.module import build_module
+from verl_omni.workers.host_memory import local
+
+MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
+ARCHITECTURES = [("StableDiffusion3Pipeline", 0), ("StableDiffusion3Pipeline", 4)] + [
+    pytest.param(name, lora, marks=pytest.mark.slow)
+    for name, lora in (("QwenImagePipeline", 4), ("WanPipeline", 0), ("WanPipeline", 4))
+]
+
+
+@pytest.fixture
+def fake_ranks():
+    """This process is rank 0 of so many, which do not exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def join(ranks: int) -> None:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+
+    assert not dist.is_initialized()
+    yield join
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_rank_holds_what_the_plan_says(fake_ranks, ranks, lora):
+    fake_ranks(ranks)
+    config = DiffusionModelConfig(path=str(tiny_checkpoint()), lora_rank=lora)
+    engine = DiffusersFSDPEngine(config, FSDPConfig(), OptimizerConfig(), CheckpointConfig())
+    engine.initialize()
+    said = weights_of(build_module(config, 0, engine.model_dtype, None)[1].values())
+    assert said.bytes(ranks) == sum(local(p).nbytes for p in engine.module.parameters())
+    for parameter in engine.parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    assert said.trained_bytes(ranks) == sum(local(p.grad).nbytes for p in engine.parameters.values())
+    engine.optimizer.step()
+    state = [local(v) for s in engine.optimizer.state.values() for v in s.values() if v.ndim]
+    assert said.trained_bytes(ranks) * optimizer_ratio(OptimizerConfig()) == sum(v.nbytes for v in state)
+    with engine.whole():
+        assert all(p.grad is None for p in engine.module.parameters())  # a rollout has their memory
+
+
+def test_the_optimizer_is_asked_for_its_state():
+    kinds = {"AdamW": 2, "SGD": 0, "Adagrad": 1}
+    assert {name: optimizer_ratio(OptimizerConfig(optimizer=name)) for name in kinds} == kinds
+
+
+def overrides_of(folder, model, *more: str) -> list[str]:
+    prompts = folder / "prompts.jsonl"
+    row = {"prompt": "a cat", "data_source": "jpeg_compressibility", "reward_model": {"ground_truth": ""}}
+    prompts.write_text(json.dumps(row) + "\n")
+    size = [f"actor_rollout_ref.rollout.pipeline.{side}=32" for side in ("height", "width")]
+    batch = ["data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=2", "actor_rollout_ref.rollout.n=4"]
+    return [f"{MODEL}.path={model}", f"data.train_files={prompts}", *size, *batch, *more]
+
+
+def costs_of(folder, architecture: str, *more: str) -> ModelCosts:
+    frames = ["actor_rollout_ref.rollout.pipeline.num_frames=5"] if architecture == "WanPipeline" else []
+    config = composed(*overrides_of(folder, tiny_checkpoint(architecture), *frames, *more))
+    return ModelCosts(OmegaConf.to_object(prepare_config(config)), (200, 200))
+
+
+def plain_attention(query, key, value, attn_mask=None, **settings):
+    return (query @ key.mT).softmax(-1) @ value
+
+
+def kept_by_autograd(run, there) -> int:
+    """Bytes that the graph of a real forward holds at its end, beside what was there before.
+
+    Not those of what nobody goes on with, such as the text that the last block returns.
+    """
+    known = {t.untyped_storage()._cdata for t in there if isinstance(t, torch.Tensor)}
+    saved: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def pack(tensor):
+        if tensor.untyped_storage()._cdata not in known:
+            saved[tensor.untyped_storage()] = None
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = run()
+    saved[output.untyped_storage()] = None
+    return sum(storage.nbytes() for storage in saved)
+
+
+@pytest.mark.parametrize(("architecture", "lora"), ARCHITECTURES)
+def test_activations_are_those_that_autograd_keeps(architecture, lora, monkeypatch, tmp_path):
+    """From one block and two, two rows and three, to all blocks and five rows: real ones on the CPU, in float32."""
+    monkeypatch.setattr("verl_omni.perf.live_bytes._attention", plain_attention)
+    costs = costs_of(tmp_path, architecture, f"{MODEL}.lora_rank={lora}", f"{ACTOR}.engine.dtype=float32")
+    said = costs.passes.training(5, checkpointing=False, compiled=False)
+    module = costs.adapter.load_module(costs.config, torch.float32).train()
+    if lora:
+        add_lora({"transformer": module}, costs.config, costs.adapter)
+    inputs = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in costs._inputs(5).items()}
+    tables = [table for layer in module.modules() for table in vars(layer).values()]
+    there = [*module.parameters(), *module.buffers(), *inputs.values(), *tables]
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", plain_attention)
+    real = kept_by_autograd(lambda: costs.adapter.forward(module, inputs), there)
+    assert said.kept == pytest.approx(real, rel=0.03)  # the allocator's grain is large for tiny tensors
+    kept = costs.passes.training(5, checkpointing=True, compiled=False)
+    assert kept.kept < 0.5 * said.kept
+    assert 0.5 * said.forward < kept.backward - said.backward <= said.forward  # blocks once more, but for their ends
+
+
+def test_a_compiled_block_keeps_less_and_computes_the_same(tmp_path):
+    costs = costs_of(tmp_path, "QwenImagePipeline", f"{MODEL}.lora_rank=4")
+    written, parted = (costs.passes.training(8, checkpointing=False, compiled=c) for c in (False, True))
+    assert 0.4 * written.block < parted.block < 0.8 * written.block and parted.kept < written.kept
+    assert (parted.forward, parted.backward) == (written.forward, written.backward)
+
+
+def test_the_plan_names_stages_what_helps_and_the_best_way(tmp_path, monkeypatch):
+    monkeypatch.setattr("verl_omni.trainer.forecast.stages.LIBRARIES", 0)  # more than all of a tiny model
+    overrides = overrides_of(tmp_path, tiny_checkpoint(), f"{ACTOR}.use_kl_loss=true")
+    known = {}
+    roomy = forecast(composed(*overrides), gpus=4, known=known)
+    stages = {stage.name: stage for stage in roomy.asked.stages}
+    assert list(stages) == ["load", "rollout", "decode", "reference", "update", "checkpoint"]
+    (costs,) = known.values()
+    assert stages["rollout"].device["whole model, gathered"] == 2 * costs.weights.numel
+    assert not roomy.helps() and "For the marked one: trainer.n_gpus_per_node=" in text(roomy)
+    assert {(way.layout.world, way.servers) for way in roomy.all()} >= {(4, 0), (2, 2), (1, 3)}
+    tight = forecast(composed(*overrides), gpus=4, memory=stages["update"].peak / 2**30, gpu="h100", known=known)
+    assert any(help.fits for help in tight.helps()["update"])
+    page = text(tight)
+    assert "The update does not fit into 92%" in page and "  fits  actor_rollout_ref." in page
+    assert "H100 not timed" in page
+
+
+def test_what_it_cannot_take_is_one_line(monkeypatch):
+    with pytest.raises(ValueError, match="^--gpu=h9: expected one of h200, h100, h800, a100, a800, l40s, b200$"):
+        rates("h9", None)
+    monkeypatch.setattr(sys, "argv", ["verl-omni plan", "data.train_files=x", "--devices", "2"])
+    with pytest.raises(SystemExit, match="^error: --devices is for the folder of a run; with the arguments of train"):
+        plan.main()
+    assert plan.is_run(["outputs/run"]) and not plan.is_run(["qwen_image_ocr"]) and not plan.is_run(["a=b"])
+
+
+@pytest.mark.slow
+def test_the_command_takes_the_arguments_of_train(tmp_path):
+    given = overrides_of(tmp_path, tiny_checkpoint())
+    command = [sys.executable, "-m", "verl_omni.cli.main", "plan", *given, "--memory", "80"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "| update |" in done.stdout and "s a step" in done.stdout, done.stderr

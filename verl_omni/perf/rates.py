@@ -1,0 +1,78 @@
+"""How fast GPUs have been measured to be at what a training step does: the only place where such figures are.
+
+Every row says where it was measured. A GPU without rows of its own is taken to be slower than the H200 as its data
+sheet says (`verl_omni.perf.flops.PEAKS`), and a plan says that nobody has measured it.
+"""
+
+from dataclasses import dataclass
+
+from verl_omni.perf.flops import PEAKS
+
+MEASURED = "H200"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """FLOP/s of compiled blocks by stage, with forwards that fill the card; of the VAE in `decode`."""
+
+    denoise: float
+    reference: float
+    update: float
+    decode: float
+    #: seconds in which the host launches one block, forward and backward: a smaller forward waits for it
+    launch_forward: float
+    launch_backward: float
+    where: str
+
+    def scaled(self, factor: float) -> "Rates":
+        speeds = (rate * factor for rate in (self.denoise, self.reference, self.update, self.decode))
+        return Rates(*speeds, self.launch_forward, self.launch_backward, self.where)
+
+
+# docs/performance.md, H200, torch 2.11. Denoising: the rollout's rate over the share that is no VAE and no waiting.
+H200 = {
+    "StableDiffusion3Pipeline": Rates(
+        511e12, 514e12, 398e12, 370e12, 0.8e-3, 5.0e-3, "SD3.5-medium with LoRA, 512 x 512, 22 and 44 rows"
+    ),
+    "QwenImagePipeline": Rates(
+        565e12, 565e12, 420e12, 150e12, 4.4e-3, 4.6e-3, "Qwen-Image with LoRA, 512 x 512, 16 and 8 rows"
+    ),
+    # Of these the whole step was timed, and of Wan's the update and the VAE's share; the rest is shared out as above.
+    "WanPipeline": Rates(
+        540e12, 540e12, 309e12, 200e12, 0.8e-3, 5.0e-3, "a step of Wan2.1 1.3B with LoRA, 17 frames of 512 x 512"
+    ),
+    "FluxPipeline": Rates(554e12, 554e12, 431e12, 370e12, 0.8e-3, 5.0e-3, "a step of FLUX.1-dev with LoRA, 512 x 512"),
+    "ZImagePipeline": Rates(591e12, 591e12, 460e12, 370e12, 0.8e-3, 5.0e-3, "a step of Z-Image with LoRA, 512 x 512"),
+    "Flux2KleinPipeline": Rates(
+        610e12, 610e12, 475e12, 370e12, 0.8e-3, 5.0e-3, "a step of FLUX.2-klein 4B with LoRA, 512 x 512"
+    ),
+}
+OTHERS = "StableDiffusion3Pipeline"
+# Blocks that are not compiled, as a share of those that are: rollout and update of SD3.5-medium, the same page.
+EAGER_FORWARD, EAGER_UPDATE = 4.19 / 9.46, 4.69 / 9.98
+# What a rollout takes beside forwards and the VAE, in seconds: the same page, both models.
+ROLLOUT_OVERHEAD = 0.4
+# GB/s of one GPU to the others of its machine, and to other machines: data sheets (NVLink 4, 400 Gbit/s), not measured.
+WITHIN_MACHINE, BETWEEN_MACHINES = 450e9, 50e9
+GPUS_A_MACHINE = 8
+
+
+def rates(gpu: str, architecture: str | None) -> Rates:
+    """Of a GPU by its name, such as h200; of an architecture that nobody has timed, those of another."""
+    names = {name.lower(): name for name in PEAKS}
+    if gpu.lower() not in names:
+        raise ValueError(f"--gpu={gpu}: expected one of {', '.join(names)}")
+    name = names[gpu.lower()]
+    found = H200.get(architecture or "")
+    where = f"{MEASURED}: {found.where}" if found else f"{MEASURED}: {H200[OTHERS].where}; this model was not timed"
+    found = found or H200[OTHERS]
+    if name != MEASURED:
+        where += f"; {name} not timed: taken to be {PEAKS[name] / PEAKS[MEASURED]:.2g} times as fast, by its data sheet"
+    scaled = found.scaled(PEAKS[name] / PEAKS[MEASURED])
+    return Rates(*(getattr(scaled, field) for field in list(Rates.__dataclass_fields__)[:-1]), where)
+
+
+# GiB that torch sees of each, and of what a run may use: the rest goes to CUDA itself and to gaps that no tensor fits
+# into. In the tables of docs/performance.md torch held 3 to 15 % more than tensors took, where it could.
+MEMORY = {"h200": 139.8, "h100": 79.2, "h800": 79.2, "a100": 79.2, "a800": 79.2, "l40s": 44.4, "b200": 178.0}
+USABLE = 0.92

@@ -1,0 +1,54 @@
+"""How much one training step is: images, forwards, pairs, of the whole run and of one rank."""
+
+import math
+from dataclasses import dataclass
+
+from verl_omni.algorithms.forward_process import follows_old_policy
+from verl_omni.config.schema import DiffusionTrainerConfig
+from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.pipelines.schedulers.windows import sde_window
+from verl_omni.workers.layout import Layout
+from verl_omni.workers.losses import build_loss_function
+
+
+@dataclass(frozen=True)
+class Amounts:
+    images: int  # of a step
+    steps: int  # of a rollout
+    trained: int  # steps (or noise levels) of a sample
+    stored: int  # steps of a sample that are kept
+    guided: bool  # two halves of CFG
+    updates: int  # optimizer steps, of all epochs
+    mini_images: int  # of one optimizer step
+    draws: bool
+    reference: bool
+    copies: int  # of the trained weights: old policy, moving average
+
+    def pairs(self, layout: Layout) -> int:
+        """That a rank trains on in one optimizer step."""
+        return math.ceil(self.mini_images * self.trained / layout.data)
+
+
+def amounts(settings: DiffusionTrainerConfig) -> Amounts:
+    arr, algorithm = settings.actor_rollout_ref, settings.algorithm
+    adapter = DiffusionModelBase.get_class(arr.model)
+    steps, draws = adapter.num_steps(arr.model), algorithm.sample_source == "online"
+    if algorithm.trainer_type == "policy_gradient":
+        stored = len(sde_window(arr.rollout.algo, steps, 0, 0, group=0))
+        trained = max(1, math.ceil(stored * algorithm.timestep_fraction - 1e-9))
+    else:
+        stored = 0
+        trained = algorithm.timesteps_per_sample or max(1, math.ceil(steps * algorithm.timestep_fraction - 1e-9))
+    group = arr.rollout.n if draws else 2
+    return Amounts(
+        images=settings.data.train_batch_size * group,
+        steps=steps,
+        trained=trained,
+        stored=stored,
+        guided=adapter.cfg_scale(arr.model) > 1,
+        updates=settings.data.train_batch_size // arr.actor.ppo_mini_batch_size * arr.actor.ppo_epochs,
+        mini_images=arr.actor.ppo_mini_batch_size * group,
+        draws=draws,
+        reference=build_loss_function(arr.actor).needs_reference,
+        copies=int(follows_old_policy(arr.model.algorithm, arr.actor)) + bool(arr.actor.ema_decay),
+    )

@@ -1,0 +1,78 @@
+"""From the settings of a run to what it will need, stage by stage, and the best way to use so many GPUs."""
+
+from dataclasses import dataclass
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from verl_omni.perf.rates import MEMORY, rates
+from verl_omni.trainer.checks.preparation import prepare_config
+from verl_omni.trainer.forecast.knobs import Help, helps
+from verl_omni.trainer.forecast.model import ModelCosts
+from verl_omni.trainer.forecast.prompts import prompt_tokens
+from verl_omni.trainer.forecast.stages import GIB
+from verl_omni.trainer.forecast.ways import Card, Way, Ways
+from verl_omni.workers.engine.registry import layout_of
+from verl_omni.workers.layout import Layout
+
+GPUS_A_NODE = 8
+
+
+@dataclass(frozen=True)
+class Forecast:
+    ways: Ways
+    layout: Layout
+    asked: Way
+    gpus: int
+    card: Card
+    gpu: str
+
+    def helps(self) -> dict[str, list[Help]]:
+        """For each stage that does not fit."""
+        over = [stage.name for stage in self.asked.stages if not self.card.holds(stage.peak)]
+        return {name: helps(self.ways, self.layout, name) for name in over}
+
+    def all(self) -> list[Way]:
+        return self.ways.all(self.gpus)
+
+
+def forecast(
+    config: DictConfig,
+    gpus: int | None = None,
+    memory: float | None = None,
+    gpu: str = "h200",
+    known: dict[tuple, ModelCosts] | None = None,
+) -> Forecast:
+    """`config` as the command composed it. Weights are not looked at: a folder of configs will do.
+
+    `known` remembers what was measured of models, for further forecasts.
+    """
+    card_rates = rates(gpu, None)  # refuses a name that nobody knows before anything takes time
+    with open_dict(config):
+        config.actor_rollout_ref.model.load_format = "dummy"
+        if gpus is not None:
+            share_out(config, gpus)
+    config = prepare_config(config)
+    settings = OmegaConf.to_object(config)
+    layout = layout_of(settings)
+    card_rates = rates(gpu, settings.actor_rollout_ref.model.architecture)
+    card = Card(card_rates, (memory or MEMORY[gpu.lower()]) * GIB)
+    ways = Ways(settings, prompt_tokens(config, settings), card, known)
+    asked = ways.asked(layout)
+    return Forecast(ways, layout, asked, layout.world + asked.servers, card, gpu.upper())
+
+
+def share_out(config: DictConfig, gpus: int) -> None:
+    """`--gpus` of them train, but for those that the settings give to rollout servers."""
+    rollout = config.actor_rollout_ref.rollout
+    servers = 0
+    if config.trainer.mode != "colocated" or not config.actor_rollout_ref.hybrid_engine:
+        servers = (rollout.n_gpus_per_node or config.rollout.n_gpus_per_node or 1) * (
+            rollout.nnodes or config.rollout.nnodes or 1
+        )
+    training = gpus - servers
+    if training < 1:
+        raise ValueError(f"--gpus={gpus}: {servers} of them draw, and none is left to train")
+    nodes = 1 if training <= GPUS_A_NODE else training // GPUS_A_NODE
+    if training % nodes or training // nodes > GPUS_A_NODE:
+        raise ValueError(f"--gpus={gpus}: expected up to {GPUS_A_NODE} that train, or a multiple of it")
+    config.trainer.nnodes, config.trainer.n_gpus_per_node = nodes, training // nodes

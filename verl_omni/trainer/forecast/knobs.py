@@ -1,0 +1,83 @@
+"""Where a stage does not fit: which settings make it smaller, tried one by one."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from verl_omni.config.schema import DiffusionTrainerConfig
+from verl_omni.trainer.forecast.ways import Way, Ways, varied
+from verl_omni.workers.layout import Layout
+
+MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
+ROLLOUT, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+LEAST_GAIN = 0.02  # of a stage's peak: less is not worth a line
+
+
+@dataclass(frozen=True)
+class Help:
+    """A change, and the peak of the stage with it."""
+
+    change: dict[str, Any]
+    peak: float
+    fits: bool
+
+    @property
+    def typed(self) -> str:
+        return " ".join(f"{name}={str(value).lower()}" for name, value in self.change.items())
+
+
+def changes(settings: DiffusionTrainerConfig, stage: str) -> Iterator[dict[str, Any]]:
+    """What might help in a stage, what costs least first."""
+    arr = settings.actor_rollout_ref
+    full = arr.model.lora_rank == 0
+    if stage in ("rollout", "decode", "server: rollout", "server: decode"):
+        yield from _halved(f"{ROLLOUT}.max_num_seqs", arr.rollout.max_num_seqs)
+        if arr.rollout.cfg_in_one_forward:
+            yield {f"{ROLLOUT}.cfg_in_one_forward": False}
+        yield {f"{ACTOR}.engine.fold_lora": False}
+        yield {f"{ROLLOUT}.vae_tiling": True}
+    if stage == "reference":
+        rows = arr.ref.log_prob_micro_batch_size_per_gpu or arr.actor.ppo_micro_batch_size_per_gpu
+        yield from _halved(f"{REF}.log_prob_micro_batch_size_per_gpu", rows)
+    if stage == "update":
+        yield {f"{MODEL}.enable_gradient_checkpointing": True}
+        yield from _halved(f"{ACTOR}.ppo_micro_batch_size_per_gpu", arr.actor.ppo_micro_batch_size_per_gpu)
+    yield {f"{ROLLOUT}.encoder_offload": True}
+    if stage != "update":
+        yield {f"{ACTOR}.engine.optimizer_offload": True}
+    if full:
+        yield {f"{REF}.param_offload": True}
+        yield {f"{ACTOR}.engine.model_dtype": "bfloat16"}
+        yield {f"{MODEL}.lora_rank": 32}
+
+
+def _halved(name: str, value: int) -> Iterator[dict[str, Any]]:
+    while value > 1:
+        value //= 2
+        yield {name: value}
+
+
+def helps(ways: Ways, layout: Layout, stage: str) -> list[Help]:
+    """Single changes with which the stage fits, or what each gives; and all of them together, where none is enough."""
+    now = _peak(ways.asked(layout), stage)
+    found: list[Help] = []
+    for change in changes(ways.settings, stage):
+        if any(change.keys() == other.change.keys() and other.fits for other in found):
+            continue  # a smaller one of a number that is small enough
+        with_it = _peak(ways.asked(layout, varied(ways.settings, change)), stage)
+        if with_it < (1 - LEAST_GAIN) * now:
+            found = [other for other in found if other.change.keys() != change.keys()]
+            found.append(Help(change, with_it, ways.card.holds(with_it)))
+    if not any(help.fits for help in found):
+        together: dict[str, Any] = {}
+        for help in found:
+            together |= help.change
+            peak = _peak(ways.asked(layout, varied(ways.settings, together)), stage)
+            if ways.card.holds(peak):
+                found.append(Help(together, peak, True))
+                break
+    return found
+
+
+def _peak(way: Way, stage: str) -> float:
+    return next((s.peak for s in way.stages if s.name == stage), 0.0)

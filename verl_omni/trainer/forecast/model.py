@@ -1,0 +1,132 @@
+"""The model of a run, looked at without its weights: what it holds, and what it costs to run."""
+
+import functools
+import inspect
+import os
+from typing import Any
+
+import torch
+
+from verl_omni.config.schema import DiffusionTrainerConfig
+from verl_omni.perf.live_bytes import LiveBytes, PretendedGpu
+from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
+from verl_omni.pipelines.sampling import transformer_inputs
+from verl_omni.pipelines.single_frame_vae import speed_up_single_frames
+from verl_omni.pipelines.utils import pipeline_class, read_index
+from verl_omni.pipelines.weights import build_component
+from verl_omni.trainer.forecast.passes import Pass, Passes
+from verl_omni.trainer.forecast.weights import weights_of
+from verl_omni.utils.model_code import refuse_code
+from verl_omni.workers.engine.module import build_module, on_gpu, resolve_dtypes
+
+GPU = torch.device("cuda")
+
+
+class ModelCosts:
+    """Of a run's model, with prompts of so many token ids, its own and the negative one."""
+
+    def __init__(self, settings: DiffusionTrainerConfig, tokens: tuple[int, int]):
+        arr = settings.actor_rollout_ref
+        self.config, self.engine, self.tiling = arr.model, arr.actor.engine, arr.rollout.vae_tiling
+        self.adapter = DiffusionModelBase.get_class(self.config)
+        self.dtype, self.model_dtype = resolve_dtypes(self.engine, GPU, self.config.lora_rank > 0)
+        module, parts = self._build()
+        self.part, self.weights = next(iter(parts.values())), weights_of(parts.values())
+        self.gpu = PretendedGpu()
+        self.pipe = self._pipeline()
+        self.latents = self.adapter.prepare_latents(self.pipe, module, self.config, [torch.Generator()])
+        self.conditions = self._conditions(*tokens)
+
+    def _build(self) -> tuple[torch.nn.Module, dict[str, torch.nn.Module]]:
+        """As the training engine does, before anything is read."""
+        return build_module(self.config, self.engine.seed, self.model_dtype, None)
+
+    # ---- forwards of the transformer -----------------------------------------------------------------
+
+    @functools.cached_property
+    def passes(self) -> Passes:
+        part = next(iter(self._build()[1].values()))
+        return Passes(part, self._inputs, self.adapter.forward, self.dtype, self.gpu)
+
+    def _inputs(self, rows: int) -> dict[str, Any]:
+        """With the prompt: the half that is trained, and in a rollout the longer one."""
+        latents = self.latents.expand(rows, *self.latents.shape[1:])
+        timesteps = torch.full((rows,), 500.0)
+        conditions = {name: value.expand(rows, *value.shape[1:]) for name, value in self.conditions.items()}
+        try:
+            return transformer_inputs(self.adapter, self.part, self.config, latents, timesteps, conditions)[0]
+        except KeyError as missing:
+            raise ValueError(
+                f"plan does not know the shape of {missing} that {self.adapter.__name__}.encode_prompt makes: give it "
+                "a classmethod conditions_like that has it"
+            ) from missing
+
+    def _conditions(self, *tokens: int) -> Conditions:
+        """In the dtype of the text encoder."""
+        ours, negative = (self.adapter.conditions_like(self.config, count) for count in tokens)
+        both = ours | ({f"negative_{name}": value for name, value in negative.items()} if self.guided else {})
+        return {k: v.to(self.dtype) if v.is_floating_point() else v for k, v in both.items()}
+
+    @property
+    def guided(self) -> bool:
+        return self.adapter.cfg_scale(self.config) > 1
+
+    # ---- what is around it ---------------------------------------------------------------------------
+
+    def _pipeline(self) -> Any:
+        """The upstream pipeline with its VAE alone, without weights."""
+        kind = pipeline_class(self.config.architecture)
+        parameters = inspect.signature(kind).parameters.values()
+        nothing = {p.name: None for p in parameters if p.default is p.empty}
+        vae = build_component(self.config, "vae", self.dtype)
+        if self.tiling:
+            vae.enable_tiling()
+        with self.gpu.here():
+            vae.to_empty(device=self.gpu.device)
+        return kind(**nothing | {"vae": speed_up_single_frames(vae)})
+
+    @property
+    def vae_bytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.pipe.vae.parameters())
+
+    @functools.cached_property
+    def encoder_bytes(self) -> int:
+        """Of all text encoders, in the dtype that they are loaded in."""
+        import transformers
+
+        root, found = os.path.expanduser(self.config.path), 0
+        for name, value in read_index(self.config.path).items():
+            if not isinstance(value, list) or value[0] != "transformers" or value[1] is None:
+                continue
+            kind = getattr(transformers, value[1], None)
+            if isinstance(kind, type) and issubclass(kind, torch.nn.Module):
+                refuse_code(os.path.join(root, name))
+                config = kind.config_class.from_pretrained(os.path.join(root, name))
+                with torch.device("meta"):
+                    found += sum(p.numel() for p in kind(config).parameters()) * self.dtype.itemsize
+        return found
+
+    @functools.cache  # noqa: B019  (lives as long as the command)
+    def decode(self, rows: int) -> Pass:
+        """Of latents to pixels. The decoder as it is written: compiled it takes less."""
+        with self.gpu.here(), torch.no_grad():
+            latents = torch.empty(rows, *self.latents.shape[1:])
+            with LiveBytes() as live:
+                pixels = self.adapter.decode_latents(self.pipe, latents, self.config).float()
+                self.adapter.responses(pixels, self.pipe, self.config)
+            return Pass(0, live.most, live.flops)
+
+    # ---- what a sample is ----------------------------------------------------------------------------
+
+    @property
+    def latent_bytes(self) -> int:
+        return self.latents.nbytes
+
+    @property
+    def condition_bytes(self) -> int:
+        return sum(value.nbytes for value in self.conditions.values())
+
+
+def compiles(settings: DiffusionTrainerConfig, sequence: int = 1) -> bool:
+    """As the engine decides, with so many ranks that share each sample."""
+    return sequence == 1 and on_gpu(settings.actor_rollout_ref.actor.engine.use_torch_compile, GPU)

@@ -1,0 +1,81 @@
+"""Blocks that keep between forward and backward what they keep when they are compiled."""
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+class Partitioned:
+    """While it lasts, the first two blocks of each kind run as AOTAutograd's graphs, parted as inductor parts them.
+
+    One graph serves all blocks of a kind: it is told their weights.
+    """
+
+    def __init__(self, kinds: dict[tuple, list[tuple[torch.nn.ModuleList, str]]]):
+        self.kinds, self._before = kinds, contextlib.ExitStack()
+
+    def __enter__(self) -> "Partitioned":
+        for blocks in self.kinds.values():
+            graph = functools.partial(_graph, {})
+            for holder, name in blocks[:2]:
+                block = holder._modules[name]
+                block.forward = functools.partial(_call, block, graph)
+                self._before.callback(block.__dict__.pop, "forward")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._before.close()
+
+
+def _call(block: torch.nn.Module, graph: Any, *args: Any, **kwargs: Any) -> Any:
+    leaves, tree = tree_flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    names, weights = zip(*block.named_parameters(), strict=True)
+
+    def function(weights: list[torch.Tensor], tensors: list[torch.Tensor]) -> Any:
+        given = list(leaves)
+        for place, tensor in zip(places, tensors, strict=True):
+            given[place] = tensor
+        args, kwargs = tree_unflatten(given, tree)
+        patched = block.__dict__.pop("forward")
+        try:
+            return torch.func.functional_call(block, dict(zip(names, weights, strict=True)), args, kwargs)
+        finally:
+            block.forward = patched
+
+    tensors = [leaves[place] for place in places]
+    shapes = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+    return graph(shapes, function)(list(weights), tensors)
+
+
+def _graph(known: dict[tuple, Any], shapes: tuple, function: Any) -> Any:
+    from torch._functorch.aot_autograd import aot_function
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    if shapes not in known:
+        known[shapes] = aot_function(
+            function,
+            fw_compiler=_as_it_is,
+            bw_compiler=_as_it_is,
+            partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
+            decompositions=_decompositions(),
+        )
+    return known[shapes]
+
+
+@functools.cache
+def _decompositions() -> dict:
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def _as_it_is(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    def run(args: list[Any]) -> Any:
+        return torch.fx.Interpreter(graph).boxed_run(args)
+
+    run._boxed_call = True
+    return run

@@ -1,0 +1,162 @@
+"""Memory and arithmetic of a forward and of its gradient, from the real module on a pretended GPU.
+
+A model runs with one block of each kind, and once more with two of one kind: what that adds is what each further block
+adds. The same is done with two and with three rows. So a model of any depth, with any micro-batch, is a sum.
+
+Of a compiled block, what lies between forward and backward is what inductor's own partitioner leaves there. What a
+backward needs beside that is taken from the block as it is written.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from verl_omni.perf.live_bytes import LiveBytes, PretendedGpu
+from verl_omni.trainer.forecast.partitioned import Partitioned
+from verl_omni.workers.engine.compile.blocks import repeated_blocks
+
+FEW_ROWS = (2, 3)
+Kinds = dict[tuple, list[tuple[torch.nn.ModuleList, str]]]
+Inputs = Callable[[int], dict[str, Any]]
+Forward = Callable[[torch.nn.Module, dict[str, Any]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """`kept`: bytes that lie between forward and backward, of which `block` are the largest block's. `extra`: what the
+    worst moment has beside them. FLOPs."""
+
+    kept: float = 0.0
+    extra: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    block: float = 0.0
+
+    def with_blocks(self, more: "Pass", less: "Pass", times: int) -> "Pass":
+        """So many blocks more, each of which adds what `more` has beside `less`."""
+        return Pass(
+            self.kept + times * (more.kept - less.kept),
+            max(self.extra, more.extra),
+            self.forward + times * (more.forward - less.forward),
+            self.backward + times * (more.backward - less.backward),
+            max(self.block, more.kept - less.kept),
+        )
+
+
+class Passes:
+    """Of one transformer on a device. `inputs(rows)` are its arguments."""
+
+    def __init__(
+        self, part: torch.nn.Module, inputs: Inputs, forward: Forward, dtype: torch.dtype, gpu: PretendedGpu
+    ):
+        self.part, self.inputs, self.call, self.dtype, self.gpu = part, inputs, forward, dtype, gpu
+        self.kinds = kinds_of_blocks(part)
+        with self.gpu.here():
+            part.to_empty(device=gpu.device).train()
+
+    def forward(self, rows: float) -> Pass:
+        """Without a gradient."""
+        return self._line(rows, gradient=False)
+
+    def training(self, rows: float, checkpointing: bool, compiled: bool) -> Pass:
+        """With its gradient."""
+        written = self._line(rows, gradient=True)
+        found = self._line(rows, gradient=True, checkpointing=True) if checkpointing else written
+        if not compiled:
+            return found
+        partitioned = self._line(rows, gradient=True, compiled=True)
+        if not checkpointing:
+            return dataclasses.replace(found, kept=partitioned.kept, block=partitioned.block)
+        return dataclasses.replace(found, extra=partitioned.block + written.extra)
+
+    def _line(self, rows: float, **how: bool) -> Pass:
+        few, more = (self._whole(count, **how) for count in FEW_ROWS)
+        steps = (rows - FEW_ROWS[0]) / (FEW_ROWS[1] - FEW_ROWS[0])
+        figures = ((getattr(few, f.name), getattr(more, f.name)) for f in dataclasses.fields(Pass))
+        return Pass(*(max(0.0, low + steps * (high - low)) for low, high in figures))
+
+    @functools.cache  # noqa: B019  (lives as long as the command)
+    def _whole(self, rows: int, **how: bool) -> Pass:
+        ones = dict.fromkeys(self.kinds, 1)
+        self._run(ones, rows, gradient=False)  # tables that a model makes once are no part of a block
+        with Partitioned(self.kinds) if how.get("compiled") else contextlib.nullcontext():
+            least = whole = self._run(ones, rows, **how)
+            for kind, blocks in self.kinds.items():
+                if len(blocks) > 1:
+                    more = self._run(ones | {kind: 2}, rows, **how)
+                    whole = whole.with_blocks(more, least, len(blocks) - 1)
+        return whole
+
+    def _run(
+        self,
+        counts: dict[tuple, int],
+        rows: int,
+        gradient: bool,
+        checkpointing: bool = False,
+        compiled: bool = False,
+    ) -> Pass:
+        (self.part.enable_gradient_checkpointing if checkpointing else self.part.disable_gradient_checkpointing)()
+        inputs = self.inputs(rows)
+        with self.gpu.here(), shortened(self.kinds, counts):
+            given = tree_map_only(torch.Tensor, _on_device, inputs)
+            with LiveBytes() as live, gradients_apart(self.part, live):
+                with torch.set_grad_enabled(gradient), self.gpu.autocast(self.dtype):
+                    output = self.call(self.part, given).float()
+                kept, forward = live.now, live.flops
+                if gradient and not compiled:
+                    output.sum().backward()
+                return Pass(kept, live.most - kept, forward, live.flops - forward)
+
+
+def _on_device(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=PretendedGpu.device)
+
+
+def kinds_of_blocks(part: torch.nn.Module) -> Kinds:
+    """Blocks of one list whose weights have the same shapes, and where each of them is held."""
+    blocks, kinds = {id(block) for block in repeated_blocks(part)}, {}
+    for path, holder in part.named_modules():
+        if isinstance(holder, torch.nn.ModuleList):
+            for name, block in holder.named_children():
+                if id(block) in blocks:
+                    shapes = tuple((n, tuple(p.shape), p.requires_grad) for n, p in block.named_parameters())
+                    kinds.setdefault((path, shapes), []).append((holder, name))
+    return kinds
+
+
+@contextlib.contextmanager
+def shortened(kinds: Kinds, counts: dict[tuple, int]) -> Iterator[None]:
+    """Inside, the model has so many blocks of each kind, in their order."""
+    kept: dict[int, tuple[torch.nn.ModuleList, set[str]]] = {}
+    for kind, blocks in kinds.items():
+        for holder, name in blocks[: counts[kind]]:
+            kept.setdefault(id(holder), (holder, set()))[1].add(name)
+    before = [(holder, dict(holder._modules)) for holder, _ in kept.values()]
+    try:
+        for holder, names in kept.values():
+            chosen = [block for name, block in holder._modules.items() if name in names]
+            holder._modules = {str(i): block for i, block in enumerate(chosen)}
+        yield
+    finally:
+        for holder, modules in before:
+            holder._modules = modules
+
+
+@contextlib.contextmanager
+def gradients_apart(part: torch.nn.Module, live: LiveBytes) -> Iterator[None]:
+    """A parameter's gradient is not counted once it lies there: how much they are together is known."""
+    trained = [p for p in part.parameters() if p.requires_grad]
+    hooks = [p.register_post_accumulate_grad_hook(lambda p: live.forget(p.grad)) for p in trained]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter in trained:
+            parameter.grad = None

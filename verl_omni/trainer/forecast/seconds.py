@@ -1,0 +1,109 @@
+"""How long a step takes: its arithmetic over measured rates."""
+
+import math
+from dataclasses import dataclass
+
+from verl_omni.config.schema import DiffusionTrainerConfig
+from verl_omni.perf import rates as measured
+from verl_omni.perf.rates import Rates
+from verl_omni.trainer.forecast.amounts import Amounts
+from verl_omni.trainer.forecast.model import ModelCosts, compiles
+from verl_omni.workers.layout import Layout
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one rank, by stage. Drawing is done by all ranks, or by servers."""
+
+    denoise: float = 0.0
+    decode: float = 0.0
+    rollout_overhead: float = 0.0
+    reference: float = 0.0
+    update: float = 0.0
+
+    @property
+    def drawing(self) -> float:
+        return self.denoise + self.decode + self.rollout_overhead
+
+    @property
+    def learning(self) -> float:
+        return self.reference + self.update
+
+    @property
+    def step(self) -> float:
+        return self.drawing + self.learning
+
+
+class StepTime:
+    def __init__(self, costs: ModelCosts, settings: DiffusionTrainerConfig, amounts: Amounts, rates: Rates):
+        self.costs, self.settings, self.amounts, self.rates = costs, settings, amounts, rates
+        self.arr = settings.actor_rollout_ref
+
+    def drawing(self, ranks: int) -> Seconds:
+        """With so many that draw, each with the whole model."""
+        if not self.amounts.draws:
+            return Seconds()
+        images, rollout = math.ceil(self.amounts.images / ranks), self.arr.rollout
+        requests = min(rollout.max_num_seqs, images)
+        joined = self.amounts.guided and rollout.cfg_in_one_forward
+        rows, halves = (2 * requests, 1) if joined else (requests, 1 + self.amounts.guided)
+        forwards = math.ceil(images / requests) * self.amounts.steps * halves
+        pool = rollout.pool.size or 0
+        more = 1 + pool * (rollout.pool.num_inference_steps or 0) / (rollout.n * self.amounts.steps) if pool else 1
+        decode = images * (1 + pool / rollout.n) * self.costs.decode(1).forward / self.rates.decode
+        eager = 1 if compiles(self.settings) else measured.EAGER_FORWARD
+        return Seconds(
+            denoise=more * forwards * self._forward(rows, self.rates.denoise * eager),
+            decode=decode,
+            rollout_overhead=measured.ROLLOUT_OVERHEAD,
+        )
+
+    def learning(self, layout: Layout) -> Seconds:
+        compiled, actor, model = compiles(self.settings, layout.sequence), self.arr.actor, self.arr.model
+        forward_rate = self.rates.reference * (1 if compiled else measured.EAGER_FORWARD)
+        update_rate = self.rates.update * (1 if compiled else measured.EAGER_UPDATE)
+        halves, reference = 1 + self.amounts.guided, 0.0
+        if self.amounts.reference:
+            stored = self.amounts.stored or self.amounts.trained
+            pairs = math.ceil(self.amounts.images * stored / layout.data)
+            rows = min(self.arr.ref.log_prob_micro_batch_size_per_gpu or self.micro, pairs)
+            count = math.ceil(pairs / rows)
+            reference = halves * count * self._spread(self._forward(rows, forward_rate, layout), layout, passes=1)
+        pairs = self.amounts.pairs(layout)
+        rows = min(self.micro, pairs)
+        checkpointing = model.enable_gradient_checkpointing
+        cost = self.costs.passes.training(rows, checkpointing, compiled)
+        flops = cost.forward + cost.backward
+        launch = self.rates.launch_forward * (1 + checkpointing) + self.rates.launch_backward
+        one = max(flops / layout.sequence / update_rate, self.costs.weights.blocks * launch)
+        micros = math.ceil(pairs / rows)
+        first = micros * self._spread(one, layout, passes=2)
+        unguided = micros * self._forward(rows, forward_rate, layout) if self.amounts.guided else 0.0
+        later = self.amounts.updates - 1
+        # Later optimizer steps compute the unguided half anew, and old log-probabilities before.
+        again = 2 * unguided + micros * self._forward(rows, forward_rate, layout)
+        update = self.amounts.updates * first + later * again
+        if not (actor.reuse_uncond and self.amounts.stored):
+            update += unguided
+        return Seconds(reference=reference, update=update)
+
+    @property
+    def micro(self) -> int:
+        return self.arr.actor.ppo_micro_batch_size_per_gpu
+
+    def _forward(self, rows: int, rate: float, layout: Layout | None = None) -> float:
+        """One, without a gradient. The host may be slower than the device."""
+        flops = self.costs.passes.forward(rows).forward / (layout.sequence if layout else 1)
+        return max(flops / rate, self.costs.weights.blocks * self.rates.launch_forward)
+
+    def _spread(self, seconds: float, layout: Layout, passes: int) -> float:
+        """With what the ranks send each other meanwhile: weights for each pass, and gradients with the last of two."""
+        parts = layout.shard * layout.sequence
+        if parts == 1 and layout.replicate == 1:
+            return seconds
+        weights = self.costs.weights
+        sent = passes * weights.numel * self.costs.dtype.itemsize * (parts - 1) / parts
+        if passes > 1:
+            sent += weights.trained * 4
+        inside = layout.world <= measured.GPUS_A_MACHINE
+        return max(seconds, sent / (measured.WITHIN_MACHINE if inside else measured.BETWEEN_MACHINES))

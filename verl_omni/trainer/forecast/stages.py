@@ -1,0 +1,237 @@
+"""Memory of each stage on one rank, and what it consists of."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from verl_omni.config import OptimizerConfig
+from verl_omni.config.schema import DiffusionTrainerConfig
+from verl_omni.pipelines.drawing import equal_parts
+from verl_omni.trainer.forecast.amounts import Amounts
+from verl_omni.trainer.forecast.model import ModelCosts, compiles
+from verl_omni.workers.engine.optimizer import build_optimizer
+from verl_omni.workers.layout import Layout
+from verl_omni.workers.transfer.weights import BUCKET_BYTES
+
+GIB = 2**30
+LIBRARIES = 2 * 32 * 2**20  # workspaces of cuBLAS, of the forward's and of the backward's thread
+DECODED_AT_ONCE = 16  # `decode_batch_size` of the rollout
+GATHERED = 2  # blocks at a time: the one that runs, and the next one
+FOLD_BELOW = 0.75  # of the memory: the engine folds LoRA where its weights take less
+
+
+@dataclass(frozen=True)
+class Stage:
+    name: str
+    device: dict[str, float]  # bytes by what they are
+    host: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def peak(self) -> float:
+        return sum(self.device.values())
+
+
+class RankMemory:
+    """Of one training rank: what it holds all the time, and what each stage adds."""
+
+    def __init__(
+        self, costs: ModelCosts, settings: DiffusionTrainerConfig, amounts: Amounts, layout: Layout, memory: float
+    ):
+        self.costs, self.settings, self.amounts, self.layout, self.memory = costs, settings, amounts, layout, memory
+        arr = settings.actor_rollout_ref
+        self.actor, self.rollout, self.ref, self.model = arr.actor, arr.rollout, arr.ref, arr.model
+        self.servers = not arr.hybrid_engine
+        self.weights, self.parts = costs.weights, layout.shard * layout.sequence
+        self.itemsize = costs.dtype.itemsize
+
+    # ---- what is there -------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> dict[str, float]:
+        """On the device between stages, all but the weights themselves."""
+        trained = self.weights.trained_bytes(self.parts)
+        engine, found = self.actor.engine, {}
+        if not engine.optimizer_offload:
+            found["optimizer state"] = trained * optimizer_ratio(self.actor.optim)
+        copies = self.amounts.copies
+        if self.amounts.reference and self.model.lora_rank == 0 and not self.ref.param_offload:
+            copies += 1
+        if copies and not engine.param_offload:
+            found["reference and other policies"] = trained * copies
+        if self.amounts.draws and not self.servers:
+            found["VAE"] = self.costs.vae_bytes
+            if not self.rollout.encoder_offload:
+                found["text encoders"] = self.costs.encoder_bytes
+        found["kept samples"] = self.sample_bytes
+        found["libraries"] = LIBRARIES
+        return found
+
+    @property
+    def share(self) -> dict[str, float]:
+        name = "weights" if self.parts == 1 else f"weights, a share of {self.parts}"
+        return {name: self.weights.bytes(self.parts)}
+
+    @property
+    def sample_bytes(self) -> float:
+        """Of the samples that this rank draws: latents of each, and each prompt's features once."""
+        own = math.ceil(self.amounts.images / self.layout.world)
+        prompts = math.ceil(own / self.rollout.n)
+        return own * self._latents_of_one * self.costs.latent_bytes + prompts * self.costs.condition_bytes
+
+    @property
+    def _latents_of_one(self) -> int:
+        stored = self.amounts.stored
+        if not stored:
+            return 1
+        uncond = stored if self.amounts.guided and self.actor.reuse_uncond else 0
+        means = stored if self.amounts.reference else 0
+        return stored + 1 + uncond + means
+
+    @property
+    def folds(self) -> bool:
+        """As the engine decides."""
+        engine = self.actor.engine
+        if self.model.lora_rank == 0 or self.layout.is_spread or self.servers or engine.fold_lora is False:
+            return False
+        if engine.fold_lora is None:
+            room = self.weights.bytes() + self.weights.adapted < FOLD_BELOW * self.memory
+            return room and not engine.param_offload
+        return True
+
+    @property
+    def spread(self) -> dict[str, float]:
+        """What FSDP2 gathers while blocks run one after the other."""
+        if not self.layout.is_spread:
+            return {}
+        whole = not self.actor.fsdp_config.reshard_after_forward
+        blocks = self.weights.numel * self.itemsize if whole else self._passing
+        return {"gathered blocks": blocks}
+
+    @property
+    def _passing(self) -> float:
+        return GATHERED * self.weights.largest_block(self.itemsize) + self.weights.around(self.itemsize)
+
+    # ---- the stages ----------------------------------------------------------------------------------
+
+    def stages(self) -> Iterator[Stage]:
+        yield Stage("load", self.share | self._copies_at_start | {"one tensor on its way": self.weights.largest})
+        if self.amounts.draws and not self.servers:
+            yield from self.drawing()
+        if self.amounts.reference:
+            rows = min(self.ref.log_prob_micro_batch_size_per_gpu or self.micro, self.amounts.pairs(self.layout))
+            forward = {"forward": self.costs.passes.forward(rows).extra / self.layout.sequence}
+            yield Stage("reference", self.share | self.held | self.spread | forward)
+        yield self.update()
+        if self.servers:
+            bucket = {"one tensor, whole": self.weights.largest}
+            sent = self.weights.bytes(1, lambda held: held.trained)
+            yield Stage("hand-over", self.share | self.held | bucket, {"weights in Ray's object store": sent})
+        yield self.checkpoint()
+
+    @property
+    def _copies_at_start(self) -> dict[str, float]:
+        return {k: v for k, v in self.held.items() if k in ("reference and other policies", "VAE", "text encoders")}
+
+    @property
+    def rows_drawn(self) -> int:
+        """Rows of one forward of the rollout."""
+        requests = min(self.rollout.max_num_seqs, math.ceil(self.amounts.images / self.layout.world))
+        return requests * (2 if self.amounts.guided and self.rollout.cfg_in_one_forward else 1)
+
+    @property
+    def for_rollout(self) -> dict[str, float]:
+        """The whole model, where a rank holds a share: every rank draws samples of its own."""
+        if self.layout.is_spread:
+            return {"whole model, gathered": self.weights.numel * self.itemsize}
+        if self.rollout.name != "diffusers":
+            return {f"{self.rollout.name}'s copy of the model": self.weights.numel * self.itemsize}
+        return {"LoRA folded into a copy": self.weights.adapted} if self.folds else {}
+
+    def drawing(self) -> Iterator[Stage]:
+        there = self.share | self.held | self.for_rollout
+        yield Stage("rollout", there | {"forward": self.costs.passes.forward(self.rows_drawn).extra})
+        rows = min(equal_parts(self.rollout.max_num_seqs, DECODED_AT_ONCE), self.amounts.images)
+        yield Stage("decode", there | {"decoder": self.costs.decode(rows).extra})
+
+    @property
+    def micro(self) -> int:
+        return self.actor.ppo_micro_batch_size_per_gpu
+
+    def update(self) -> Stage:
+        rows = min(self.micro, self.amounts.pairs(self.layout))
+        compiled = compiles(self.settings, self.layout.sequence)
+        cost = self.costs.passes.training(rows, self.model.enable_gradient_checkpointing, compiled)
+        activations, working = cost.kept / self.layout.sequence, cost.extra / self.layout.sequence
+        gradients = self.weights.trained_bytes(self.parts)
+        rows_here = math.ceil(self.amounts.images * self.amounts.trained / self.layout.data / self.amounts.trained)
+        stacked = rows_here * (self._latents_of_one * self.costs.latent_bytes + self.costs.condition_bytes)
+        state = self.weights.trained_bytes(self.parts) * optimizer_ratio(self.actor.optim)
+        device = self.share | self.held | {"optimizer state": state} | self.spread | {"the batch": stacked}
+        if self.layout.is_spread:
+            device["gradients on their way"] = self._reduced
+        several = self.amounts.pairs(self.layout) > rows
+        if several or gradients < activations + working:
+            # With several micro-batches the gradients lie there while the next activations do.
+            device |= {"activations": activations, "a block at work": working}
+            gradients = gradients if several else 0.0
+        device |= {"gradients": gradients}
+        return Stage("update", {k: v for k, v in device.items() if v})
+
+    @property
+    def _reduced(self) -> float:
+        """A block's gradients before they are shared out, whole: as they were computed, and in float32."""
+        if self.model.lora_rank:  # of all blocks: they wait for the last micro-batch
+            return self.weights.trained * 4
+        return self.weights.largest_block(self.itemsize, trained=True) + self.weights.largest_block(4, trained=True)
+
+    def checkpoint(self) -> Stage:
+        contents = self.actor.checkpoint.save_contents
+        host = {}
+        if "export" in contents:
+            host["exported weights, whole, on the first rank"] = self.weights.trained_bytes()
+        device = self.share | self.held
+        if self.layout.is_spread and "export" in contents:
+            device = device | {"one tensor, whole": self.weights.largest}
+        return Stage("checkpoint", device, host)
+
+    def checkpoint_bytes(self) -> float:
+        """On disk, of all ranks together."""
+        contents, trained = self.actor.checkpoint.save_contents, self.weights.trained_bytes()
+        found = trained * (1 + self.amounts.copies) if "model" in contents else 0
+        found += trained * optimizer_ratio(self.actor.optim) if "optimizer" in contents else 0
+        return found + (trained if "export" in contents else 0)
+
+
+class ServerMemory:
+    """Of one rollout server."""
+
+    def __init__(self, costs: ModelCosts, settings: DiffusionTrainerConfig, amounts: Amounts, servers: int):
+        self.costs, self.rollout = costs, settings.actor_rollout_ref.rollout
+        self.amounts, self.servers = amounts, servers
+
+    def stages(self) -> Iterator[Stage]:
+        held = {
+            "weights": self.costs.weights.bytes(),
+            "VAE": self.costs.vae_bytes,
+            "text encoders": 0 if self.rollout.encoder_offload else self.costs.encoder_bytes,
+            "libraries": LIBRARIES,
+        }
+        requests = min(self.rollout.max_num_seqs, math.ceil(self.amounts.images / self.servers))
+        rows = requests * (2 if self.amounts.guided and self.rollout.cfg_in_one_forward else 1)
+        yield Stage("server: rollout", held | {"forward": self.costs.passes.forward(rows).extra})
+        decoded = min(equal_parts(self.rollout.max_num_seqs, DECODED_AT_ONCE), self.amounts.images)
+        yield Stage("server: decode", held | {"decoder": self.costs.decode(decoded).extra})
+        yield Stage("server: weights arrive", held, {"a bucket": BUCKET_BYTES})
+
+
+def optimizer_ratio(config: OptimizerConfig) -> float:
+    """Bytes of state that the optimizer keeps, a byte of parameters: asked of it."""
+    parameter = torch.nn.Parameter(torch.zeros(256, 256))
+    parameter.grad = torch.zeros_like(parameter)
+    config = OptimizerConfig(optimizer=config.optimizer, weight_decay=config.weight_decay)
+    optimizer, _ = build_optimizer([parameter], config, torch.device("cpu"))
+    optimizer.step()
+    state = optimizer.state[parameter].values()
+    return sum(v.nbytes for v in state if isinstance(v, torch.Tensor) and v.ndim) / parameter.nbytes

@@ -1,0 +1,165 @@
+"""The ways to use so many GPUs: who trains, who draws, how weights are shared. What fits, and what is fastest."""
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from verl_omni.config.schema import DiffusionTrainerConfig
+from verl_omni.perf.plan import UNDER_WAY
+from verl_omni.perf.rates import USABLE, Rates
+from verl_omni.trainer.checks.workers import check_shared_sequence
+from verl_omni.trainer.forecast.amounts import Amounts, amounts
+from verl_omni.trainer.forecast.model import ModelCosts
+from verl_omni.trainer.forecast.seconds import Seconds, StepTime
+from verl_omni.trainer.forecast.stages import RankMemory, ServerMemory, Stage
+from verl_omni.workers.layout import Layout
+
+FSDP = "actor_rollout_ref.actor.fsdp_config"
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU: how fast, and how many bytes."""
+
+    rates: Rates
+    memory: float
+
+    def holds(self, peak: float) -> bool:
+        return peak <= USABLE * self.memory
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a step."""
+
+    mode: str
+    layout: Layout
+    servers: int
+    stages: tuple[Stage, ...]
+    drawing: Seconds
+    learning: Seconds
+    fits: bool
+
+    @property
+    def peak(self) -> float:
+        return max(stage.peak for stage in self.stages)
+
+    @property
+    def seconds(self) -> float:
+        draw, learn = self.drawing.drawing, self.learning.learning
+        if not self.servers:
+            return draw + learn
+        return max(draw, learn, (draw + learn) / UNDER_WAY[self.mode])
+
+    @property
+    def overrides(self) -> list[str]:
+        """What to type for it."""
+        layout, each = self.layout, self.layout.shard * self.layout.sequence
+        found = [*_devices("trainer", layout.world)]
+        if layout.replicate > 1:
+            found.append(f"{FSDP}.fsdp_size={each}")
+        if layout.sequence > 1:
+            found.append(f"{FSDP}.ulysses_sequence_parallel_size={layout.sequence}")
+        if self.servers:
+            found += [f"trainer.mode={self.mode}", *_devices("actor_rollout_ref.rollout", self.servers)]
+        return found
+
+
+def _devices(where: str, count: int) -> list[str]:
+    nodes = 1 if count % 8 else max(1, count // 8)
+    return [f"{where}.n_gpus_per_node={count // nodes}"] + ([f"{where}.nnodes={nodes}"] if nodes > 1 else [])
+
+
+class Ways:
+    def __init__(
+        self,
+        settings: DiffusionTrainerConfig,
+        tokens: tuple[int, int],
+        card: Card,
+        known: dict[tuple, ModelCosts] | None = None,
+    ):
+        self.settings, self.tokens, self.card = settings, tokens, card
+        self._costs = {} if known is None else known
+
+    @cached_property
+    def amounts(self) -> Amounts:
+        return amounts(self.settings)
+
+    def costs(self, settings: DiffusionTrainerConfig) -> ModelCosts:
+        """Measured once for all that differ in what needs no other module."""
+        arr = settings.actor_rollout_ref
+        model, engine = arr.model, arr.actor.engine
+        same = (engine.dtype, engine.model_dtype, arr.rollout.vae_tiling, self.tokens, repr(model.pipeline))
+        key = (model.path, model.lora_rank, repr(model.target_modules), *same)
+        if key not in self._costs:
+            self._costs[key] = ModelCosts(settings, self.tokens)
+        return self._costs[key]
+
+    def way(
+        self, layout: Layout, servers: int = 0, mode: str = "colocated", settings: DiffusionTrainerConfig | None = None
+    ) -> Way:
+        settings = varied(settings or self.settings, {"actor_rollout_ref.hybrid_engine": not servers})
+        costs = self.costs(settings)
+        rank = RankMemory(costs, settings, self.amounts, layout, self.card.memory)
+        stages = tuple(rank.stages())
+        if servers:
+            stages += tuple(ServerMemory(costs, settings, self.amounts, servers).stages())
+        time = StepTime(costs, settings, self.amounts, self.card.rates)
+        fits = all(self.card.holds(stage.peak) for stage in stages)
+        drawing = time.drawing(servers or layout.world)
+        return Way(mode, layout, servers, stages, drawing, time.learning(layout), fits)
+
+    def asked(self, layout: Layout, settings: DiffusionTrainerConfig | None = None) -> Way:
+        """As the settings have it."""
+        mode, rollout = self.settings.trainer.mode, self.settings.actor_rollout_ref.rollout
+        servers = 0 if mode == "colocated" else (rollout.n_gpus_per_node or 1) * (rollout.nnodes or 1)
+        return self.way(layout, servers, mode, settings)
+
+    def all(self, gpus: int) -> list[Way]:
+        """Every one that divides the batch: first those that fit, the fastest of them first."""
+        found = [self.way(layout) for layout in self._layouts(gpus)]
+        own = self.settings.trainer.mode
+        if self.amounts.draws:
+            for training in range(1, gpus):
+                for layout in self._layouts(training):
+                    for mode in {"separate", own} - {"colocated"}:
+                        found.append(self.way(layout, gpus - training, mode))
+        return sorted(found, key=lambda way: (not way.fits, round(way.seconds, 2), way.peak))
+
+    def _layouts(self, ranks: int) -> Iterator[Layout]:
+        for sequence in filter(self._shares_samples, _divisors(ranks)):
+            for shard in _divisors(ranks // sequence):
+                layout = Layout(ranks // sequence // shard, shard, sequence)
+                if self.amounts.mini_images % layout.data == 0:
+                    yield layout
+
+    def _shares_samples(self, sequence: int) -> bool:
+        """Whether diffusers can cut samples of this model into so many parts."""
+        if sequence == 1:
+            return True
+        arr = self.settings.actor_rollout_ref
+        own = dataclasses.replace(arr.actor.fsdp_config, ulysses_sequence_parallel_size=sequence)
+        try:
+            check_shared_sequence(arr.model, dataclasses.replace(arr.actor, fsdp_config=own))
+        except ValueError:
+            return False
+        return True
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def varied(settings: DiffusionTrainerConfig, changes: Mapping[str, Any]) -> DiffusionTrainerConfig:
+    """A copy with some settings otherwise, by their full names."""
+    settings = copy.deepcopy(settings)
+    for name, value in changes.items():
+        *path, last = name.split(".")
+        place = settings
+        for step in path:
+            place = getattr(place, step)
+        setattr(place, last, value)
+    return settings
