@@ -13,6 +13,10 @@ SD35_MEDIUM = {
     "pooled_projection_dim": 2048, "pos_embed_max_size": 384, "dual_attention_layers": list(range(13)),
     "qk_norm": "rms_norm",
 }  # fmt: skip
+SD35_LARGE = SD35_MEDIUM | {
+    "num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "pos_embed_max_size": 192,
+    "dual_attention_layers": [],
+}  # fmt: skip
 SD3_VAE = {
     "block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "latent_channels": 16, "norm_num_groups": 32,
     "sample_size": 1024, "scaling_factor": 1.5305, "shift_factor": 0.0609,
@@ -33,6 +37,10 @@ FLUX_VAE = SD3_VAE | {"scaling_factor": 0.3611, "shift_factor": 0.1159}
 FLUX2_KLEIN_4B = {
     "in_channels": 128, "num_layers": 5, "num_single_layers": 20, "attention_head_dim": 128, "num_attention_heads": 24,
     "joint_attention_dim": 7680, "timestep_guidance_channels": 256, "axes_dims_rope": [32, 32, 32, 32],
+}  # fmt: skip
+FLUX2_DEV = FLUX2_KLEIN_4B | {
+    "num_layers": 8, "num_single_layers": 48, "num_attention_heads": 48, "joint_attention_dim": 15360,
+    "guidance_embeds": True,
 }  # fmt: skip
 FLUX2_VAE = {
     "block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "latent_channels": 32, "norm_num_groups": 32,
@@ -66,15 +74,16 @@ LTX2_VAE = {
     "patch_size": 4, "spatial_compression_ratio": 32, "temporal_compression_ratio": 8,
     "decoder_spatial_padding_mode": "reflect",
 }  # fmt: skip
+WAN_A14B = WAN_1_3B | {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}
 
 
-def sd35_medium(out: Path, t5: bool = False) -> Path:
+def sd35_medium(out: Path, t5: bool = False, transformer: dict[str, Any] = SD35_MEDIUM) -> Path:
     """Real transformer and VAE. CLIP has its real widths but few layers, T5 is left out: prompts are encoded once.
 
     `t5`: it is there with its real width and two layers.
     """
     folder = build_tiny_random("StableDiffusion3Pipeline", out)
-    _update(folder / "transformer/config.json", SD35_MEDIUM)
+    _update(folder / "transformer/config.json", transformer)
     _update(folder / "vae/config.json", SD3_VAE)
     for name, width in (("text_encoder", 768), ("text_encoder_2", 1280)):
         _update(
@@ -91,9 +100,17 @@ def sd35_medium_with_t5(out: Path) -> Path:
     return sd35_medium(out, t5=True)
 
 
-def qwen_image(out: Path) -> Path:
+def sd35_large(out: Path) -> Path:
+    return sd35_medium(out, transformer=SD35_LARGE)
+
+
+def qwen_image_edit(out: Path) -> Path:
+    return qwen_image(out, "QwenImageEditPlusPipeline")
+
+
+def qwen_image(out: Path, pipeline: str = "QwenImagePipeline") -> Path:
     """Real transformer (20B) and VAE; the text encoder has its real width and two layers."""
-    folder = build_tiny_random("QwenImagePipeline", out)
+    folder = build_tiny_random(pipeline, out)
     _update(folder / "transformer/config.json", QWEN_IMAGE)
     _update(folder / "vae/config.json", QWEN_VAE)
     path = folder / "text_encoder/config.json"
@@ -128,6 +145,15 @@ def flux2_klein(out: Path) -> Path:
     return folder
 
 
+def flux2_dev(out: Path) -> Path:
+    """Real transformer (32B) and VAE; the text encoder has its real width."""
+    folder = build_tiny_random("Flux2Pipeline", out)
+    _update(folder / "transformer/config.json", FLUX2_DEV)
+    _update(folder / "vae/config.json", FLUX2_VAE)
+    _update(folder / "text_encoder/config.json", {"hidden_size": 5120})
+    return folder
+
+
 def z_image(out: Path) -> Path:
     """Real transformer (6B) and VAE; the text encoder has its real width and three layers."""
     folder = build_tiny_random("ZImagePipeline", out)
@@ -152,6 +178,16 @@ def wan_ti2v_5b(out: Path) -> Path:
     _update(folder / "model_index.json", {"expand_timesteps": True})
     _update(folder / "transformer/config.json", WAN_TI2V_5B)
     _update(folder / "vae/config.json", WAN_2_2_VAE)
+    _update(folder / "text_encoder/config.json", {"d_model": 4096})
+    return folder
+
+
+def wan_2_2(out: Path) -> Path:
+    """Both real transformers (14B each) and the VAE; the text encoder has its real width and few layers."""
+    folder = build_tiny_random("WanPipeline-2.2", out)
+    for name in ("transformer", "transformer_2"):
+        _update(folder / name / "config.json", WAN_A14B)
+    _update(folder / "vae/config.json", QWEN_VAE)
     _update(folder / "text_encoder/config.json", {"d_model": 4096})
     return folder
 

@@ -4,6 +4,7 @@
     python -m benchmarks.run qwen-image       # Qwen-Image 20B, one GPU
     python -m benchmarks.run flux-dev flux2-klein z-image wan-1.3b   # the others, few images: do they run, how fast
     python -m benchmarks.run ltx2 wan-ti2v-5b --images 8             # videos, with and without sound
+    python -m benchmarks.run all --steps 1 --warm-up 1 --json all.json   # every architecture at its size, one table
     python -m benchmarks.run --small          # both in miniature, on a CPU
 
 Further arguments are overrides of the training config. The first steps (compiling) are left out of the averages.
@@ -61,6 +62,7 @@ SD3 = [
     f"actor_rollout_ref.model.target_modules={ATTENTION}",
     "actor_rollout_ref.actor.use_kl_loss=true",
 ]
+LEAN = "actor_rollout_ref.model.enable_gradient_checkpointing=true"
 QWEN = [
     "actor_rollout_ref.rollout.pipeline.true_cfg_scale=4",
     "actor_rollout_ref.rollout.algo.sde_window_size=2",
@@ -77,11 +79,11 @@ LTX2 = [
 ]
 
 
-def few(model: str, overrides: list[str]) -> Work:
-    """Sixteen images of a model that is not tuned for speed here: LoRA on attention, two trained steps."""
+def few(model: str, overrides: list[str], images: int = 16) -> Work:
+    """Few images of a model that is not tuned for speed here: LoRA on attention, two trained steps."""
     return Work(
         model,
-        16,
+        images,
         [*SQUARE_512, "actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.rollout.algo.sde_window_size=2",
          "actor_rollout_ref.rollout.max_num_seqs=8", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
          *overrides],
@@ -132,6 +134,21 @@ WORKS = {
         [*SQUARE_32, *LTX2, "actor_rollout_ref.rollout.pipeline.num_frames=5", "actor_rollout_ref.model.lora_rank=4",
          "actor_rollout_ref.rollout.max_num_seqs=8", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8"],
     ),
+    "sd35-large": few("sd35_large", ["actor_rollout_ref.rollout.pipeline.guidance_scale=4.5"]),
+    "flux2-dev": few("flux2_dev", ["actor_rollout_ref.rollout.pipeline.guidance_scale=4", LEAN]),
+    "qwen-image-edit": few(
+        "qwen_image_edit",
+        ["actor_rollout_ref.rollout.pipeline.true_cfg_scale=4", "actor_rollout_ref.rollout.max_num_seqs=4",
+         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2", LEAN],
+    ),
+    "wan2.2": few(
+        "wan_2_2",
+        ["actor_rollout_ref.rollout.pipeline.height=480", "actor_rollout_ref.rollout.pipeline.width=832",
+         "actor_rollout_ref.rollout.pipeline.guidance_scale=4", "actor_rollout_ref.rollout.pipeline.num_frames=33",
+         "actor_rollout_ref.rollout.max_num_seqs=1", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+         f"reward.custom_reward_function.path={Path(__file__).with_name('brightness.py')}", LEAN],
+        images=2,
+    ),
     "tiny-sd3": Work(
         "tiny_sd3",
         8,
@@ -145,6 +162,7 @@ WORKS = {
          "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8"],
     ),
 }  # fmt: skip
+ALL = [name for name in WORKS if not name.startswith("tiny-")]
 
 
 def settings(work: Work, images: int, folder: Path) -> list[str]:
@@ -154,7 +172,7 @@ def settings(work: Work, images: int, folder: Path) -> list[str]:
         *COMMON,
         *work.overrides,
         f"actor_rollout_ref.model.path={getattr(models, work.model)(folder / 'model')}",
-        f"data.train_files={write_prompts(folder / 'prompts.jsonl')}",
+        f"data.train_files={write_prompts(folder / 'prompts.jsonl', images='edit' in work.model)}",
         f"data.train_batch_size={images // group}",
         f"actor_rollout_ref.rollout.n={group}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={images // group}",
@@ -188,12 +206,19 @@ def measure(
     return result
 
 
-def write_prompts(path: Path) -> Path:
+def write_prompts(path: Path, images: bool = False) -> Path:
+    """`images`: each prompt speaks of one."""
     rows = [
         {"data_source": "jpeg_compressibility", "prompt": f"a photograph of scene {i:03d} at dusk".ljust(118, "."),
          "negative_prompt": "blurred".ljust(118, "."), "reward_model": {"style": "rule", "ground_truth": ""}}
         for i in range(64)
     ]  # fmt: skip
+    if images:
+        from PIL import Image
+
+        picture = path.with_name("picture.png")
+        Image.new("RGB", (512, 512), "teal").save(picture)
+        rows = [row | {"images": [str(picture)]} for row in rows]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -222,9 +247,28 @@ def table(name: str, result: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
+def overview(results: dict[str, list[dict[str, float]]]) -> str:
+    """One row a model."""
+    heads = ["model", "images/s", "step, s", "peak, GiB", "first step, s", "rollout", "update", "VAE, s", "first ratio"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name, runs in results.items():
+        if not runs:
+            lines.append(f"| {name} | failed: see above |" + " |" * (len(heads) - 2))
+            continue
+        run = runs[-1]
+        rates = (f"{run[f'perf/tflops/{s}']:.0f} TFLOP/s" if f"perf/tflops/{s}" in run else ""
+                 for s in ("gen", "update_actor"))  # fmt: skip
+        lines.append(
+            f"| {name} | {run['perf/total_num_images'] / run['timing_s/step']:.2f} | {run['timing_s/step']:.2f} | "
+            f"{run['perf/max_memory_allocated_gb']:.1f} | {run['first step']:.0f} | {' | '.join(rates)} | "
+            f"{run.get('timing_s/gen_decode', 0.0):.2f} | {run['actor/first_ratio_max_dev']:.1e} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.splitlines()[0])
-    parser.add_argument("work", nargs="*", help=f"any of {', '.join(WORKS)}")
+    parser.add_argument("work", nargs="*", help=f"any of {', '.join(WORKS)}, or all")
     parser.add_argument("--small", action="store_true", help="tiny models, for a CPU")
     parser.add_argument("--steps", type=int, default=3, help="steps that are timed (%(default)s)")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before them (%(default)s)")
@@ -234,6 +278,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all figures here too")
     options, rest = parser.parse_known_args()
     names = [w for w in options.work if "=" not in w] or (["tiny-sd3", "tiny-qwen-image"] if options.small else [])
+    names = ALL if names == ["all"] else names
     overrides = [w for w in options.work if "=" in w] + rest
     if not names or any(n not in WORKS for n in names):
         parser.error(f"name what to time: {', '.join(WORKS)}, or --small")
@@ -242,12 +287,22 @@ def main() -> None:
         runs = results[name] = []
         for run in range(options.runs):
             profile = options.profile and run == 0
-            runs.append(measure(name, options.steps, options.warm_up, options.images, profile, overrides))
+            try:
+                runs.append(measure(name, options.steps, options.warm_up, options.images, profile, overrides))
+            except subprocess.CalledProcessError:
+                if len(names) == 1:
+                    raise
+                print(f"{name}: failed\n", flush=True)  # its own line is above; the others are not held up
+                break
             print("\n" + table(name, runs[-1]) + "\n", flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(results, indent=1))
         rates = [f"{run['perf/total_num_images'] / run['timing_s/step']:.3f}" for run in runs]
         print(f"{name}: {len(runs)} runs, images/s: {', '.join(rates)}\n", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
+    if len(names) > 1:
+        print(overview(results), flush=True)
+    if not all(results.values()):
+        sys.exit(1)
 
 
 if __name__ == "__main__":
