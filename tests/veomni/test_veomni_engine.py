@@ -2,7 +2,11 @@
 
 import pytest
 import torch
+from engine_cases import make_engine, model_config, roll_out
+from ranks import start_ranks
+from test_layouts import SHARED, assert_same_steps, build, check_export, one_more, rank_main, steps_of
 from test_sequence_parallel import architectures, on_ranks, two_updates
+from tiny_models import tiny_checkpoint
 
 LORA = {"lora_rank": 4, "lora_alpha": 8}
 # Qwen-Image's prompts are of several lengths, some of them odd: VeOmni pads them itself. Wan2.2 has two transformers.
@@ -42,6 +46,19 @@ def test_two_ranks_train_a_lora_as_fsdp2_does(tmp_path):
 def test_two_ranks_train_the_others_too(tmp_path):
     compare(["QwenImageEditPlusPipeline", "WanPipeline"], tmp_path / "store")
     compare(["QwenImageEditPlusPipeline", "WanPipeline"], tmp_path / "store_of_lora", **LORA)
+
+
+def test_a_run_goes_on_from_one_rank_of_fsdp2_to_two_of_veomni_and_back(tmp_path):
+    path = str(tiny_checkpoint())
+    for lora in (False, True):
+        torch.save(roll_out(make_engine(model_config(path, lora=lora))), tmp_path / f"{lora}.pt")
+    data, after = torch.load(tmp_path / "False.pt"), [tmp_path / f"after_{stage}" for stage in range(4)]
+    stages = one_more(path, SHARED, data, None, after[1])
+    start_ranks(rank_main, (2, str(tmp_path), path, [], SHARED, 2, "veomni"))
+    stages += torch.load(tmp_path / "seen_by_2.pt")["resumed"]
+    stages += one_more(path, SHARED, data, after[2], after[3])
+    assert_same_steps(stages, steps_of(build(path, SHARED), data, 3))
+    check_export(after[2])
 
 
 @pytest.mark.parametrize("model", [{}, LORA], ids=["full", "lora"])

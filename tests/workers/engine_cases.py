@@ -14,10 +14,12 @@ from verl_omni.config import (
     DiffusionRolloutConfig,
     FSDPConfig,
     OptimizerConfig,
+    VeOmniConfig,
 )
 from verl_omni.pipelines.drawing import Request
 from verl_omni.utils.padding import pad_and_cat
 from verl_omni.workers.engine.fsdp.diffusers_impl import PPODiffusersFSDPEngine
+from verl_omni.workers.engine.registry import engine_class
 from verl_omni.workers.losses import LossFunction, build_loss_function
 from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
 
@@ -47,10 +49,12 @@ def model_config(path: str, sde_type: str = "sde", cfg: bool = False, lora: bool
     )
 
 
-def make_engine(config: DiffusionModelConfig, optim: dict | None = None, **fsdp: Any) -> PPODiffusersFSDPEngine:
-    engine = PPODiffusersFSDPEngine(
-        config, FSDPConfig(**fsdp), OptimizerConfig(**(OPTIM | (optim or {}))), CheckpointConfig()
-    )
+def make_engine(
+    config: DiffusionModelConfig, optim: dict | None = None, strategy: str = "fsdp2", **settings: Any
+) -> PPODiffusersFSDPEngine:
+    """`settings` are the engine's own, and those that all have."""
+    own = {"fsdp2": FSDPConfig, "veomni": VeOmniConfig}[strategy](**settings)
+    engine = engine_class(strategy)(config, own, OptimizerConfig(**(OPTIM | (optim or {}))), CheckpointConfig())
     engine.initialize()
     if config.lora_rank:
         disturb(engine)
