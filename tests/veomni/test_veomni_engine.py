@@ -9,8 +9,8 @@ from test_sequence_parallel import architectures, on_ranks, two_updates
 from tiny_models import tiny_checkpoint
 
 LORA = {"lora_rank": 4, "lora_alpha": 8}
-# Qwen-Image's prompts are of several lengths, some of them odd: VeOmni pads them itself. Wan2.2 has two transformers.
-NAMES = ["QwenImagePipeline", "WanPipeline-2.2"]
+# Qwen-Image's prompts are of several lengths, some of them odd: VeOmni pads them itself.
+NAMES = ["QwenImagePipeline", "WanPipeline"]
 
 
 def check_rank(found: dict, alone: dict[str, torch.Tensor], rank: int, shares: int, world: int) -> None:
@@ -44,8 +44,9 @@ def test_two_ranks_train_a_lora_as_fsdp2_does(tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_train_the_others_too(tmp_path):
-    compare(["QwenImageEditPlusPipeline", "WanPipeline"], tmp_path / "store")
-    compare(["QwenImageEditPlusPipeline", "WanPipeline"], tmp_path / "store_of_lora", **LORA)
+    others = ["QwenImageEditPlusPipeline", "WanPipeline-2.2"]
+    compare(others, tmp_path / "store")
+    compare([*others, "WanPipeline"], tmp_path / "store_of_lora", **LORA)
 
 
 def test_a_run_goes_on_from_one_rank_of_fsdp2_to_two_of_veomni_and_back(tmp_path):
@@ -61,8 +62,12 @@ def test_a_run_goes_on_from_one_rank_of_fsdp2_to_two_of_veomni_and_back(tmp_path
     check_export(after[2])
 
 
-@pytest.mark.parametrize("model", [{}, LORA], ids=["full", "lora"])
-def test_one_rank_trains_as_fsdp2_does(model):
-    alone, found = (two_updates("QwenImagePipeline", strategy=strategy, **model) for strategy in ("fsdp2", "veomni"))
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [("QwenImagePipeline", {}), ("QwenImagePipeline", LORA), ("WanImageToVideoPipeline", {})],
+    ids=["full", "lora", "from a first frame"],
+)
+def test_one_rank_trains_as_fsdp2_does(name, model):
+    alone, found = (two_updates(name, samples=2, strategy=strategy, **model) for strategy in ("fsdp2", "veomni"))
     for key, value in alone.items():
         torch.testing.assert_close(found[key], value, rtol=0, atol=1e-6)
