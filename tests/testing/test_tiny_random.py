@@ -17,7 +17,9 @@ PIPELINES = sorted(BUILDERS)
 # Others want images or make sound: they draw in pipelines/test_architectures.py, and in the last test here.
 SOUND = {"audio_duration_s", "frame_rate"}
 PARTICULAR = [row for row in architectures.TABLE if row.images or SOUND & {*row.sizes[0], *row.both}]
-DRAWN = [name for name in PIPELINES if name not in {row.name for row in PARTICULAR}]
+SELDOM = {row.name for row in architectures.TABLE if row.seldom}
+MARKED = [pytest.param(name, marks=[pytest.mark.slow] if name in SELDOM else []) for name in PIPELINES]
+DRAWN = [one for one in MARKED if one.values[0] not in {row.name for row in PARTICULAR}]
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -51,7 +53,7 @@ def pipe(request) -> DiffusionPipeline:
     return pipe
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", MARKED)
 def test_a_seed_gives_the_same_bytes(name, tmp_path):
     torch.manual_seed(123)
     again = digests(build_tiny_random(name, tmp_path / "again"))
@@ -61,7 +63,7 @@ def test_a_seed_gives_the_same_bytes(name, tmp_path):
     assert weights and all(other[file] != again[file] for file in weights)
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", MARKED)
 def test_building_leaves_the_global_random_state_alone(name, tmp_path):
     torch.manual_seed(7)
     expected = torch.rand(3)

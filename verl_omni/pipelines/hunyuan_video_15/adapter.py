@@ -29,10 +29,11 @@ def guider_config(model_config: DiffusionModelConfig) -> dict[str, Any]:
 
 @DiffusionModelBase.register("HunyuanVideo15Pipeline", algorithm="flow_grpo")
 class HunyuanVideo15(DiffusionModelBase):
-    fp8_modules = [
+    lora_target_modules = [
         "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
         "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
     ]  # fmt: skip
+    fp8_modules = lora_target_modules
     size_multiple = 1
     shares_tokens = False
     pipeline_defaults = {"negative_prompt": "", "max_sequence_length": 1000}
