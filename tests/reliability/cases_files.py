@@ -20,7 +20,7 @@ def prompts() -> list[BadInput]:
     files = [
         ("no file", "null", ("data.train_files",), {}),
         ("a file that is not there", "/no/such.parquet", ("/no/such.parquet", "data.train_files"), {}),
-        ("a folder", "{f}/folder", ("folder", "data.train_files"), {"folder/x": ""}),
+        ("a folder", "{f}/folder", ("folder", "without images and captions"), {"folder/x": ""}),
         ("an empty parquet file", "empty.parquet", ("empty.parquet",), {"empty.parquet": ""}),
         ("an empty JSONL file", "empty.jsonl", ("empty.jsonl",), {"empty.jsonl": ""}),
         ("a JSONL file of empty lines", "blank.jsonl", ("blank.jsonl",), {"blank.jsonl": "\n\n\n"}),

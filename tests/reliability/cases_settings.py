@@ -29,7 +29,7 @@ def numbers() -> list[BadInput]:
         f"{A}rollout.n=1000000000", f"{A}rollout.val_kwargs.n=1000000000", f"{A}rollout.agent.num_workers=1000000",
         f"{A}rollout.pipeline.height=1000000000", f"{A}rollout.pipeline.num_inference_steps=1000000000",
         "trainer.total_training_steps=100000000000000000000", "trainer.total_epochs=100000000000000000000",
-        "reward.num_workers=1000000", "reward.timeout=1e300",
+        "reward.num_workers=1000000", "reward.timeout=1e+300",
     ]  # fmt: skip
     cases = [BadInput("Numbers", setting.split(".", 1)[1] if setting.startswith(A) else setting, (setting,))
              for setting in alone]  # fmt: skip

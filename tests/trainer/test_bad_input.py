@@ -22,6 +22,7 @@ from verl_omni.pipelines.utils import diffusers_since
 from verl_omni.trainer import main_diffusion
 from verl_omni.trainer.checks.preflight import preflight
 from verl_omni.trainer.failures import users_mistake
+from verl_omni.utils.hub import HubError
 
 
 def row(prompt: str = "a cat", source: str = "jpeg_compressibility", **more) -> dict:
@@ -378,3 +379,8 @@ def test_windows_count_the_steps_that_the_model_really_takes(data):
         assert preflight(config(data, *given, steps, window.format(most))) is not None
         with pytest.raises(ValueError, match=f"lies outside the {most} steps that can be trained"):
             preflight(config(data, *given, steps, window.format(most + 1)))
+
+
+def test_a_model_that_the_hub_does_not_give_is_told_in_one_line():
+    told = users_mistake(HubError("nobody/model is no folder here"))
+    assert told == "nobody/model is no folder here"

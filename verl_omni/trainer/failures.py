@@ -10,9 +10,10 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_omni.trainer.interrupts import Stopped, exit_code
 from verl_omni.trainer.progress import progress, tell
 from verl_omni.utils.errors import RunError
+from verl_omni.utils.hub import HubError
 
 # Their text says all that a user needs. Others are shown with their type.
-PLAIN = (ValueError, FileNotFoundError, ModuleNotFoundError, NotImplementedError, OmegaConfBaseException)
+PLAIN = (ValueError, FileNotFoundError, ModuleNotFoundError, NotImplementedError, OmegaConfBaseException, HubError)
 
 _processes: dict[str, str] = {}  # Ray's id of an actor -> what we call it
 
