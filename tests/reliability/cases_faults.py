@@ -77,7 +77,8 @@ def processes_die() -> list[Fault]:
 
 
 def rewards() -> list[Fault]:
-    stop = ("reward.on_failure=stop",)  # else the image leaves its group, and the run goes on
+    # else it is asked again, or the image leaves its group, and the run goes on
+    stop = ("reward.on_failure=stop", "reward.retries=0")
     theme, limit = "A reward of the user's", ("reward.timeout=10", *stop)
 
     def bad(name: str, deed: str, *says: str, **more) -> Fault:
