@@ -24,6 +24,7 @@ OWN = rewriting()[:1]
         ([*OWN, f"{REWRITER}.format='(a'"], "is no regular expression"),
         ([*OWN, f"{REWRITER}.format_reward=2"], "has no effect with actor_rollout_ref.rewriter.format=null"),
         ([*OWN, f"{REWRITER}.train=rewriter", "actor_rollout_ref.actor.use_kl_loss=true"], "use_kl_loss=True has no"),
+        ([*OWN, "actor_rollout_ref.model.path=null", f"{REWRITER}.train=generator"], "there is no generator, as"),
         ([*OWN, f"{REWRITER}.top_p=1.5"], "expected above 0, at most 1"),
     ],
 )

@@ -1,9 +1,11 @@
 """Before a sample's agent loop begins, the rewriter writes the prompt that it is given."""
 
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from verl_omni.agent_loop.diffusion_agent_loop import DiffusionAgentLoopWorker
@@ -12,11 +14,14 @@ from verl_omni.agent_loop.routing import Block
 from verl_omni.config import RewriterConfig
 from verl_omni.data.open_images import open_images
 from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.workers.rollout.base import RolloutOutput
 
 
 def agent_loop_worker(config: DictConfig) -> type[DiffusionAgentLoopWorker]:
     """The agent-loop worker that this run needs."""
-    return DiffusionAgentLoopWorker if config.actor_rollout_ref.rewriter.path is None else RewritingAgentLoopWorker
+    if config.actor_rollout_ref.rewriter.path is None:
+        return DiffusionAgentLoopWorker
+    return RewritingAgentLoopWorker if config.actor_rollout_ref.model.path is not None else WritingAgentLoopWorker
 
 
 class RewritingAgentLoopWorker(DiffusionAgentLoopWorker):
@@ -30,10 +35,7 @@ class RewritingAgentLoopWorker(DiffusionAgentLoopWorker):
     async def _run_agent_loop(
         self, sampling_params: dict[str, Any], row: dict[str, Any], block: Block
     ) -> DiffusionAgentLoopOutput:
-        trained = sampling_params.get("keep_trajectory", False)
-        asked = {name: row.get(name) for name in ("seed", "position", "place")}
-        asked["temperature"] = self.rewriter.temperature if trained else self.rewriter.val_temperature
-        answer = await self.servers[block.server].write.remote(prompt=row["prompt"], sampling_params=asked)
+        answer = await self._write(sampling_params, row, block)
         text, matches = read_text(answer.response, self.rewriter.format)
         images, limit = open_images(row.get("images")), sampling_params["max_sequence_length"]
         prompt = longest_that_fits(text, lambda part: self.adapter.tokenize(self.tokenizers, part, limit, images))
@@ -47,11 +49,38 @@ class RewritingAgentLoopWorker(DiffusionAgentLoopWorker):
         output.format = matches
         return output
 
+    async def _write(self, sampling_params: dict[str, Any], row: dict[str, Any], block: Block) -> RolloutOutput:
+        trained = sampling_params.get("keep_trajectory", False)
+        asked = {name: row.get(name) for name in ("seed", "position", "place")}
+        asked["temperature"] = self.rewriter.temperature if trained else self.rewriter.val_temperature
+        return await self.servers[block.server].write.remote(prompt=row["prompt"], sampling_params=asked)
+
     async def _score(self, output: DiffusionAgentLoopOutput, row: dict[str, Any]) -> None:
         await super()._score(output, row)
         if output.format is not None and output.reward_score is not None:
             output.reward_score += self.rewriter.format_reward * output.format
             output.reward_extra_info = output.reward_extra_info | {"format": float(output.format)}
+
+
+class WritingAgentLoopWorker(RewritingAgentLoopWorker):
+    """Without a generator: the text is the response, and its tokens are one step."""
+
+    async def _run_agent_loop(
+        self, sampling_params: dict[str, Any], row: dict[str, Any], block: Block
+    ) -> DiffusionAgentLoopOutput:
+        answer = await self._write(sampling_params, row, block)
+        text, matches = read_text(answer.response, self.rewriter.format)
+        one_step = {"all_timesteps": torch.zeros(1), "rollout_log_probs": torch.zeros(1)}
+        return DiffusionAgentLoopOutput(
+            text,
+            [],
+            one_step,
+            reference=answer.reference,
+            version=answer.version,
+            told={"written": answer.response} if answer.response != text else {},
+            format=matches,
+            image_time=time.perf_counter(),
+        )
 
 
 def read_text(text: str, format: str | None) -> tuple[str, bool | None]:

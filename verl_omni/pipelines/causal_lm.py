@@ -15,7 +15,46 @@ CAUSAL_LM = "AutoModelForCausalLM"
 
 @DiffusionModelBase.register(CAUSAL_LM)
 class CausalLM(DiffusionModelBase):
+    """Where it is alone, nothing is drawn: what it writes is the response, and settings of drawings say nothing."""
+
     trained_components = ("rewriter",)
+    size_multiple = 1
+
+    @classmethod
+    def makes(cls, model_config: DiffusionModelConfig) -> str:
+        return "text"
+
+    @classmethod
+    def pipeline_knobs(cls, model_config: DiffusionModelConfig) -> set[str]:
+        return set()
+
+    @classmethod
+    def missing_for_training(cls) -> list[str]:
+        return []
+
+    @classmethod
+    def missing_for_rollout(cls) -> list[str]:
+        return []
+
+    @classmethod
+    def vae_scale_factor(cls, model_config: DiffusionModelConfig) -> int:
+        return 1
+
+    @classmethod
+    def build_scheduler(cls, model_config: DiffusionModelConfig):
+        from verl_omni.pipelines.schedulers import FlowMatchSDEDiscreteScheduler
+
+        return FlowMatchSDEDiscreteScheduler()
+
+    @classmethod
+    def load_tokenizers(cls, model_config: DiffusionModelConfig) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def tokenize(
+        cls, tokenizers: dict[str, Any], prompt: str, max_sequence_length: int, images: list[Any] | None = None
+    ) -> list[int]:
+        return []
 
     @classmethod
     def load_module(cls, model_config: DiffusionModelConfig, dtype: torch.dtype) -> torch.nn.Module:

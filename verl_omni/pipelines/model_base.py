@@ -52,12 +52,14 @@ _BUILTIN: dict[str, str] = {
     "WanPipeline": "verl_omni.pipelines.wan",
     "ZImagePipeline": "verl_omni.pipelines.z_image",
 }
+# Of what is no diffusion model: a language model that writes prompts for one, or stands alone.
+_OTHERS = {"AutoModelForCausalLM": "verl_omni.pipelines.causal_lm"}
 
 
 class DiffusionModelBase:
     """Adapter of one architecture. All methods are classmethods: an adapter holds no state."""
 
-    registry: ClassVar[AdapterRegistry] = AdapterRegistry("model", _BUILTIN)
+    registry: ClassVar[AdapterRegistry] = AdapterRegistry("model", _BUILTIN | _OTHERS)
 
     # LoRA target modules where the user names none.
     lora_target_modules: ClassVar[list[str]] = ["to_q", "to_k", "to_v", "to_out.0"]

@@ -202,6 +202,8 @@ def size_of(config: DictConfig) -> str:
     from verl_omni.utils.hub import model_folder
 
     model = config.actor_rollout_ref.model
+    if model.path is None:
+        return ""
     folder = Path(model_folder(model.path, model.revision, weights=False)).expanduser()
     size = sum(file.stat().st_size for file in folder.glob("*/*.safetensors"))
     return f" ({size / 1e9:.1f} GB)" if size >= 1e8 and model.load_format != "dummy" else ""

@@ -93,8 +93,7 @@ class DiffusionWorker(Worker):
         self.engine.initialize()
         if "fp8" in (self.rollout_config.precision, self.rollout_config.pool.precision):
             self.engine.fp8  # noqa: B018  (what cannot be computed in 8 bits is said now)
-        layout, rank = self.engine.layout, dist.get_rank()
-        self._register_dispatch_collect_info(ROWS, layout.data_rank(rank), layout.speaks(rank))
+        self._say_place()
         self.engine.micro_batch_size = self.actor_config.ppo_micro_batch_size_per_gpu
         self.loss_function = build_loss_function(self.actor_config)
         self.engine.rows_per_unit = self.loss_function.loss_fn.rows_per_unit
@@ -115,6 +114,11 @@ class DiffusionWorker(Worker):
             self.rollout = rollout_class(self.rollout_config.name).beside(
                 self.engine, self.rollout_config, self.model_config
             )
+
+    def _say_place(self) -> None:
+        """Which rows are this rank's, to verl's dispatch."""
+        layout, rank = self.engine.layout, dist.get_rank()
+        self._register_dispatch_collect_info(ROWS, layout.data_rank(rank), layout.speaks(rank))
 
     # ---- rollout -------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """The process that holds the model and, before it, the rewriter."""
 
+import contextlib
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl_omni.perf.memory import names_memory_knobs
 from verl_omni.workers.diffusion_worker import BY_ROWS_TO_METRICS, DiffusionWorker
 from verl_omni.workers.engine.replay import Batch
+from verl_omni.workers.losses import build_loss_function
 from verl_omni.workers.old_log_probs import OldLogProbs
 from verl_omni.workers.rewriter import ROLLOUT_RATIO, ROLLOUT_RATIO_MEAN, Rewriter
 from verl_omni.workers.rollout.base import RolloutOutput
@@ -17,7 +19,9 @@ from verl_omni.workers.rollout.base import RolloutOutput
 
 def worker_class(config: DictConfig) -> type[DiffusionWorker]:
     """The worker that this run needs."""
-    return DiffusionWorker if config.actor_rollout_ref.rewriter.path is None else RewritingWorker
+    if config.actor_rollout_ref.rewriter.path is None:
+        return DiffusionWorker
+    return RewritingWorker if config.actor_rollout_ref.model.path is not None else WritingWorker
 
 
 class RewritingWorker(DiffusionWorker):
@@ -85,3 +89,44 @@ class RewritingWorker(DiffusionWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checkpoint_bytes(self) -> int:
         return super().checkpoint_bytes() + self.rewriter.engine.checkpoint_bytes()
+
+
+class WritingWorker(RewritingWorker):
+    """Without a generator: what the language model writes is all that there is."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @names_memory_knobs("loading of the model")
+    def init_model(self) -> None:
+        self.trains_generator, self._first_ratio = False, {}
+        self.rewriter = Rewriter(
+            OmegaConf.to_object(self.config.actor_rollout_ref.rewriter), self.actor_config, self.rollout_config
+        )
+        self.engine = self.rewriter.engine
+        self.loss_function = build_loss_function(self.actor_config)
+        self.anchors, self.flop_meter, self.flops = {}, None, {}
+        self._say_place()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_rollout(self, policy: str = "current", version: int = 0, precision: str | None = None) -> None:
+        self._rollout_scope = contextlib.ExitStack()
+        self._rollout_scope.enter_context(self.rewriter.writing(version))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stop_rollout(self) -> None:
+        self._rollout_scope.close()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str, global_step: int = 0) -> None:
+        self.rewriter.save(path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        self.rewriter.load(path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def changes(self) -> int:
+        return self.engine.changes
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def checkpoint_bytes(self) -> int:
+        return self.engine.checkpoint_bytes()

@@ -27,6 +27,7 @@ from verl_omni.config.keys import check_keys_of, take_moved
 from verl_omni.config.knob import Range, check_effect, check_ranges
 from verl_omni.config.rollout import OF_SOME_MODELS
 from verl_omni.config.schema import DiffusionTrainerConfig
+from verl_omni.pipelines.causal_lm import CAUSAL_LM
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.model_folder import check_model_folder
 from verl_omni.pipelines.schedulers.flow_match_sde import takes_own_steps
@@ -78,12 +79,20 @@ def _schema() -> DictConfig:
 def _fill(settings: DiffusionTrainerConfig) -> DiffusionTrainerConfig:
     """What is left null becomes the algorithm's choice, or the model's."""
     arr = settings.actor_rollout_ref
-    if arr.model.path is None:
+    if arr.model.path is None and arr.rewriter.path is not None:  # a language model alone
+        if arr.rewriter.train == "generator":
+            raise ValueError(
+                "actor_rollout_ref.rewriter.train=generator: there is no generator, as actor_rollout_ref.model.path is "
+                "not set; name one, or leave it out"
+            )
+        arr.model.architecture, arr.rewriter.train = CAUSAL_LM, "rewriter"
+    elif arr.model.path is None:
         raise ValueError(
             "actor_rollout_ref.model.path is not set: give the diffusers folder of the model to train, or its name "
             "on the Hugging Face hub"
         )
-    check_model_folder(arr.model, weights=copied(arr.model.path) is None)
+    else:
+        check_model_folder(arr.model, weights=copied(arr.model.path) is None)
     algorithm = get_algorithm(arr.model.algorithm)
     algo, loss = resolve_algorithm_defaults(arr.model.algorithm, arr.rollout.algo, arr.actor.diffusion_loss)
     if algo.branches:  # one stochastic step each, at a place of its own
