@@ -7,7 +7,15 @@ import shutil
 import pytest
 import test_architectures as architectures
 import torch
-from test_architectures import config, draw, generate, mended_upstream, rollout, training_engine  # noqa: F401
+from test_architectures import (  # noqa: F401
+    config,
+    draw,
+    generate,
+    mended_upstream,
+    rollout,
+    small_references,
+    training_engine,
+)
 from tiny_models import tiny_checkpoint
 
 from verl_omni.config import DiffusionRolloutAlgoConfig
@@ -17,6 +25,7 @@ from verl_omni.utils.responses import VideoWithSound
 
 ROWS = {row.name: row for row in architectures.TABLE}
 LTX2 = ROWS["LTX2Pipeline"]
+NEW = {"FluxKontextPipeline", "WanImageToVideoPipeline-TI2V", "LTX2Pipeline", "LongCatAudioDiTPipeline"}
 
 
 def shared(share: float | None):
@@ -87,6 +96,18 @@ def test_how_many_images_come_with_a_prompt(name, counts):
     engine, images = rollout(model_config), [architectures.picture(8, 8, 0)] * 3
     with pytest.raises(ValueError, match="column `images`"):
         adapter.encode_prompt(engine.pipe, [1], model_config, images)
+
+
+@pytest.mark.parametrize("name", [row.name for row in architectures.TABLE if row.seldom or row.name in NEW])
+@torch.no_grad()
+def test_what_a_plan_reckons_with_has_the_shapes_of_a_prompt(name):
+    row = ROWS[name]
+    model_config = config(row, cfg=False)
+    adapter = DiffusionModelBase.get_class(model_config)
+    pipe, images = row.load(), [architectures.picture(8, 8, 0)] if row.images else None
+    ids = adapter.tokenize(adapter.load_tokenizers(model_config), "a cat", 128, images)
+    made, said = adapter.encode_prompt(pipe, ids, model_config, images), adapter.conditions_like(model_config, len(ids))
+    assert {k: said[k].shape for k in made} == {k: v.shape for k, v in made.items()}  # a mask more does no harm
 
 
 def test_a_video_with_sound_leaves_the_engine_as_one():

@@ -67,6 +67,10 @@ class Chroma(Flux):
         }
 
     @classmethod
+    def conditions_like(cls, model_config: DiffusionModelConfig, tokens: int) -> Conditions:
+        return DiffusionModelBase.conditions_like.__func__(cls, model_config, tokens)
+
+    @classmethod
     def check(cls, model_config: DiffusionModelConfig) -> None:
         super().check(model_config)
         if model_config.enable_gradient_checkpointing:

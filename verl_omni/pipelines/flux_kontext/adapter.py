@@ -85,6 +85,17 @@ class FluxKontext(Flux):
         }
 
     @classmethod
+    def conditions_like(cls, model_config: DiffusionModelConfig, tokens: int) -> Conditions:
+        """With a square image."""
+        from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS as SIZES
+
+        size = [n // (2 * cls.vae_scale_factor(model_config)) for n in min(SIZES, key=lambda one: abs(one[0] - one[1]))]
+        return super().conditions_like(model_config, tokens) | {
+            "reference_latents": torch.zeros(1, size[0] * size[1], cls.transformer_config(model_config)["in_channels"]),
+            "reference_size": torch.tensor([size]),
+        }
+
+    @classmethod
     def prepare_latents(
         cls, pipe, module: torch.nn.Module, model_config: DiffusionModelConfig, generators: list[torch.Generator]
     ) -> torch.Tensor:

@@ -123,6 +123,17 @@ class HunyuanVideo15(DiffusionModelBase):
         }
 
     @classmethod
+    def conditions_like(cls, model_config: DiffusionModelConfig, tokens: int) -> Conditions:
+        """Without words in quotes."""
+        config, length = cls.transformer_config(model_config), tokens - GLYPHS - TEMPLATE_START
+        return {
+            "prompt_embeds": torch.zeros(1, length, config["text_embed_dim"]),
+            "prompt_embeds_mask": torch.ones(1, length).bool(),
+            "glyph_embeds": torch.zeros(1, 1, config["text_embed_2_dim"]),
+            "glyph_embeds_mask": torch.zeros(1, 1).bool(),
+        }
+
+    @classmethod
     def prepare_latents(
         cls, pipe, module: torch.nn.Module, model_config: DiffusionModelConfig, generators: list[torch.Generator]
     ) -> torch.Tensor:

@@ -137,6 +137,11 @@ class LongCatAudio(DiffusionModelBase):
         return {"prompt_embeds": last + first, "prompt_embeds_mask": mask}
 
     @classmethod
+    def conditions_like(cls, model_config: DiffusionModelConfig, tokens: int) -> Conditions:
+        width = cls.transformer_config(model_config)["dit_text_dim"]
+        return {"prompt_embeds": torch.zeros(1, tokens, width), "prompt_embeds_mask": torch.ones(1, tokens).bool()}
+
+    @classmethod
     def prepare_latents(
         cls, pipe, module: torch.nn.Module, model_config: DiffusionModelConfig, generators: list[torch.Generator]
     ) -> torch.Tensor:

@@ -180,6 +180,18 @@ class LTX2(DiffusionModelBase):
         return {"prompt_embeds": video, "audio_prompt_embeds": sound, "prompt_embeds_mask": mask}
 
     @classmethod
+    def conditions_like(cls, model_config: DiffusionModelConfig, tokens: int) -> Conditions:
+        connectors = read_component_config(model_config.path, "connectors")
+        length = model_config.pipeline.max_sequence_length
+        widths = (
+            connectors[f"{kind}_connector_num_attention_heads"] * connectors[f"{kind}_connector_attention_head_dim"]
+            for kind in ("video", "audio")
+        )
+        video, sound = (torch.zeros(1, length, width) for width in widths)
+        mask = torch.ones(1, length, dtype=torch.long)
+        return {"prompt_embeds": video, "audio_prompt_embeds": sound, "prompt_embeds_mask": mask}
+
+    @classmethod
     def prepare_latents(
         cls, pipe, module: torch.nn.Module, model_config: DiffusionModelConfig, generators: list[torch.Generator]
     ) -> torch.Tensor:
@@ -292,6 +304,12 @@ class LTX2ImageToVideo(LTX2):
         latents = vae.encode(pixels[:, :, None].to(vae.device, vae.dtype)).latent_dist.mode().float()
         latents = pipe._normalize_latents(latents, vae.latents_mean, vae.latents_std)
         return super().encode_prompt(pipe, prompt_ids, model_config) | {"first_frame": pipe._pack_latents(latents)}
+
+    @classmethod
+    def conditions_like(cls, model_config: DiffusionModelConfig, tokens: int) -> Conditions:
+        size, channels = cls.geometry(model_config), cls.transformer_config(model_config)["in_channels"]
+        first = torch.zeros(1, size.rows * size.columns, channels)
+        return super().conditions_like(model_config, tokens) | {"first_frame": first}
 
     @classmethod
     def whole_latents(cls, latents: torch.Tensor, conditions: Conditions) -> torch.Tensor:

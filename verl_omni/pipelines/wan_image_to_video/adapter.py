@@ -16,10 +16,6 @@ from verl_omni.pipelines.utils import read_component_config, read_index
 from verl_omni.pipelines.wan.adapter import Wan
 
 
-def transformer_config(model_config: DiffusionModelConfig) -> dict[str, Any]:
-    return read_component_config(model_config.config_path or model_config.path, model_config.transformer_subfolder)
-
-
 @DiffusionModelBase.register("WanImageToVideoPipeline", algorithm="flow_grpo")
 class WanImageToVideo(Wan):
     needs_images = True
@@ -27,7 +23,7 @@ class WanImageToVideo(Wan):
 
     @classmethod
     def images_of_a_prompt(cls, model_config: DiffusionModelConfig) -> tuple[int, int]:
-        config = transformer_config(model_config)
+        config = cls.transformer_config(model_config)
         if config.get("pos_embed_seq_len") is not None:  # Wan2.1-FLF2V: first and last
             return 2, 2
         first_alone = config.get("image_dim") is not None or read_index(model_config.path).get("expand_timesteps")
@@ -86,9 +82,28 @@ class WanImageToVideo(Wan):
             last_image=frames[1] if len(frames) > 1 else None,
         )[1]
         seen = {}
-        if transformer_config(model_config).get("image_dim") is not None:
+        if cls.transformer_config(model_config).get("image_dim") is not None:
             seen["image_embeds"] = pipe.encode_image(images, device)[None]
         return super().encode_prompt(pipe, prompt_ids, model_config) | {"given_frames": given} | seen
+
+    @classmethod
+    def conditions_like(cls, model_config: DiffusionModelConfig, tokens: int) -> Conditions:
+        size, vae = model_config.pipeline, read_component_config(model_config.path, "vae")
+        frames = (cls.num_frames(model_config) - 1) // vae["scale_factor_temporal"] + 1
+        rows, columns = (n // cls.vae_scale_factor(model_config) for n in (size.height, size.width))
+        channels, config = vae["z_dim"], cls.transformer_config(model_config)
+        if read_index(model_config.path).get("expand_timesteps"):
+            frames = 1
+        else:
+            channels += vae["scale_factor_temporal"]
+        seen = {}
+        if (width := config.get("image_dim")) is not None:
+            encoder = read_component_config(model_config.path, "image_encoder")
+            patches = (encoder["image_size"] // encoder["patch_size"]) ** 2 + 1
+            images = cls.images_of_a_prompt(model_config)[0]
+            seen["image_embeds"] = torch.zeros(1, images, patches, width)
+        given = torch.zeros(1, channels, frames, rows, columns)
+        return super().conditions_like(model_config, tokens) | {"given_frames": given} | seen
 
     @classmethod
     def prepare_latents(
