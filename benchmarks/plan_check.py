@@ -135,10 +135,16 @@ def measure_here(cases: list[Case], to: Path | None) -> None:
     from benchmarks.sweep import import_everything
 
     import_everything()
+    from torch import OutOfMemoryError
+
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for case in cases:
-            timed = apart(measure, case.work, case.images, case.overrides, Path(folder) / "moments.pt")
+            try:
+                timed = apart(measure, case.work, case.images, case.overrides, Path(folder) / "moments.pt")
+            except OutOfMemoryError as error:
+                print(f"{case.work}: {case.name}: {error}", flush=True)
+                continue
             step = sum(timed.get(stage, 0.0) for stage in ("gen", "ref", "reward", "update_actor"))
             found[f"{case.work}: {case.name}"] = [timed["allocated"], step]
             print(f"{case.work}: {case.name}: {timed['allocated']:.1f} GiB, {step:.2f} s", flush=True)

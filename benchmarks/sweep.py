@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.run import WORKS, settings
 
 MODEL, ACTOR, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-FULL = [f"{MODEL}.lora_rank=0"]
+FULL = [f"{MODEL}.lora_rank=0", f"{MODEL}.target_modules=null"]
 CHECKPOINTING = [f"{MODEL}.enable_gradient_checkpointing=true"]
 OFFLOAD = [f"{ACTOR}.engine.param_offload=true", f"{ACTOR}.engine.optimizer_offload=true"]
 UNFOLDED = [f"{ACTOR}.engine.fold_lora=false"]
