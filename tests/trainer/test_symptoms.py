@@ -69,7 +69,7 @@ def test_the_page_on_debugging_has_the_same_words():
     page = (ROOT / "docs/debugging.md").read_text()
     for symptom in ALL:
         assert symptom.words in page and f"`{symptom.metric}`" in page
-        (row,) = [line for line in page.splitlines() if line.startswith("|") and symptom.words in line]
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| {symptom.words} |")]
         for setting in symptom.remedy.replace(",", " ").split():
             if "." in setting:
                 assert setting in row, (symptom.words, setting)
