@@ -119,8 +119,11 @@ def drawn(engine, precision=None, **params):
         return roll_out(engine, **params)
 
 
+OTHERS = ("FluxPipeline", "Flux2KleinPipeline", "ZImagePipeline", "WanPipeline")
+
+
 @pytest.mark.parametrize(
-    "name", ["QwenImagePipeline", SD3, "FluxPipeline", "Flux2KleinPipeline", "ZImagePipeline", "WanPipeline"]
+    "name", ["QwenImagePipeline", SD3, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 )
 def test_what_is_drawn_is_near(name, any_side):
     config = lora(name)
