@@ -135,6 +135,7 @@ def test_a_compiled_block_keeps_less_and_computes_the_same(tmp_path):
     assert (parted.forward, parted.backward) == (written.forward, written.backward)
 
 
+@pytest.mark.slow  # tries each setting that might help, on modules of its own
 def test_the_plan_names_stages_what_helps_and_the_best_way(tmp_path, monkeypatch):
     monkeypatch.setattr("verl_omni.trainer.forecast.stages.LIBRARIES", 0)  # more than all of a tiny model
     overrides = overrides_of(tmp_path, tiny_checkpoint(), f"{ACTOR}.use_kl_loss=true")
