@@ -18,7 +18,7 @@ from transformers import (
 from verl_omni.rewards import make_scorer
 from verl_omni.rewards.registry import check_settings
 from verl_omni.rewards.scorers.asr_text import share_right
-from verl_omni.rewards.sounds import resampled
+from verl_omni.rewards.sounds import full_windows, resampled
 from verl_omni.testing.tiny_text import t5_tokenizer
 from verl_omni.utils.errors import RunError
 
@@ -44,6 +44,25 @@ def test_loudness_is_the_root_mean_square_in_decibels():
     level = 10 * math.log10(0.5)  # of a sine
     assert [a["decibels"] for a in answers] == pytest.approx([level, level - 20, -120, 0.0], abs=1e-6)
     assert [a["score"] for a in answers] == pytest.approx([0, 1 - (-level) / 10, 0, 0], abs=1e-6)
+    opposite = torch.cat([sine(440.0), -sine(440.0)])  # their mean is silent
+    (answer,) = make_scorer("loudness")([opposite], [RATE])
+    assert answer["decibels"] == pytest.approx(level, abs=1e-6)
+    (answer,) = make_scorer("silence")([opposite], [RATE])
+    assert answer["silent_share"] == 0
+
+
+def test_silence_counts_time_and_knows_that_of_a_computer():
+    sound = torch.cat([torch.ones(1, 160), torch.zeros(1, 40)], dim=1)  # the second window is shorter
+    (answer,) = make_scorer("silence", {"below": -120.0})([sound], [RATE])
+    assert answer["silent_share"] == 0.2
+
+
+def test_parts_of_a_sound_are_of_full_length():
+    starts = {1: [0], 99: [0], 100: [0], 101: [0, 1], 200: [0, 100], 250: [0, 100, 150]}
+    for length, expected in starts.items():
+        parts = full_windows(np.arange(length), 100)
+        assert [part[0] for part in parts] == expected and parts[-1][-1] == length - 1
+        assert all(len(part) == min(length, 100) for part in parts)
 
 
 def test_silence_is_the_share_of_windows_below():
@@ -77,8 +96,26 @@ def test_sound_that_begins_where_something_moves():
     still, silent = torch.full((8, 3, 4, 4), 0.5), torch.zeros_like(clap)
     answers = make_scorer("audio_video_sync")([still, video], [clap, silent], [RATE] * 2, [rate] * 2)
     assert [a["score"] for a in answers] == [0.0, 0.0]
-    with pytest.raises(ValueError, match="ends before the last of 8 frames"):
+    with pytest.raises(ValueError, match="is too short for a video of 0.800 s"):
         make_scorer("audio_video_sync")([video], [clap[:, :100]], [RATE], [rate])
+    # channels that cancel each other are heard
+    stereo = torch.cat([clap, -clap])
+    (answer,) = make_scorer("audio_video_sync")([video], [stereo], [RATE], [rate])
+    assert answer["score"] == pytest.approx(expected[0], abs=1e-6)
+
+
+@pytest.mark.parametrize("frames", [9, 17, 33, 57, 81, 121])
+def test_a_sound_as_short_as_ltx_2_makes_it(frames):
+    """4 L - 3 steps of 10 ms for L latents, 25 a second: the last frame may begin after its end."""
+    rate, latents = 24000, round(frames / 24.0 * 25)
+    sound = torch.zeros(2, (4 * latents - 3) * rate // 100)
+    sound[:, 3000:4000] = 0.5  # frame 3
+    video = blinking(frames, 3)
+    (answer,) = make_scorer("audio_video_sync")([video], [sound], [rate], [24.0])
+    (whole,) = make_scorer("audio_video_sync")(
+        [video], [torch.nn.functional.pad(sound, (0, frames * 1000 - sound.shape[1]))], [rate], [24.0]
+    )
+    assert answer["score"] == pytest.approx(whole["score"], abs=0.1) and answer["score"] > 0.5
 
 
 @pytest.mark.parametrize("name", ["loudness", "silence"])
@@ -186,6 +223,8 @@ def test_asr_text_hears_what_whisper_generates(whisper):
     assert [(a["score"], a["asr_text"]) for a in answers] == [(1.0, text) for text in heard]
     (long,) = scorer([torch.cat(sounds, dim=1)], [RATE], [" ".join(heard)], None, None)
     assert long["asr_text"] == " ".join(heard)
+    end = torch.cat([sounds[0], sounds[1][:, : RATE // 20]], dim=1)  # of which 50 ms are no part of their own
+    assert scorer([end], [RATE], heard[:1], None, None)[0]["asr_text"] == heard[0]
     with pytest.raises(ValueError, match="needs the words to hear"):
         scorer(sounds[:1], [RATE], ["..."], None, None)
 
@@ -194,3 +233,7 @@ def test_what_was_said_is_compared_letter_by_letter():
     assert share_right("Hello, World!", "hello world") == 1.0
     assert share_right("hello word", "hello world") == pytest.approx(1 - 1 / 10)
     assert share_right("a" * 100, "hello") == 0.0
+    assert share_right("cafe\u0301", "Caf\u00e9") == 1.0  # one letter, written in two ways
+    assert share_right("\uff21\uff22", "ab") == 1.0  # letters as wide as Chinese ones
+    hindi = "\u0915\u093f"  # a letter and its vowel, which is a mark
+    assert share_right(hindi, hindi) == 1.0 and share_right("\u0915", hindi) == 0.5

@@ -1,5 +1,6 @@
 """Does a sound say the wanted text? Listen with Whisper (arXiv 2212.04356) and compare."""
 
+import unicodedata
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,13 @@ from verl_omni.rewards.scorers.ocr import edit_distance
 from verl_omni.rewards.sounds import mono, resampled, windows
 from verl_omni.rewards.torch_models import BatchSize, Dtype, SoundScorer, load_model, load_pretrained
 
+LEAST_SECONDS = 0.1  # of the end of a long sound: no word is as short, and Whisper writes some of anything
+
 
 def letters_of(text: str) -> str:
-    """What is compared: letters and digits, all of them small."""
-    return "".join(letter for letter in text.lower() if letter.isalnum())
+    """What is compared: letters with their marks and digits, all of them small, one way to write each."""
+    small = unicodedata.normalize("NFKC", text).lower()
+    return "".join(letter for letter in small if unicodedata.category(letter)[0] in "LMN")
 
 
 def share_right(said: str, wanted: str) -> float:
@@ -25,8 +29,9 @@ def share_right(said: str, wanted: str) -> float:
 class AsrText(SoundScorer):
     """Does the sound say the ground truth? Score = 1 - character error rate, at least 0.
 
-    Only letters and digits count, upper and lower case are the same. Whisper listens to 30 s at a time, and takes the
-    likeliest word each time. Without a ``language`` it says itself which one it hears. Answers with ``asr_text`` too.
+    Only letters and digits count, upper and lower case are the same. Whisper listens to 30 s at a time (an end below
+    0.1 s is left out), and takes the likeliest word each time. Without a ``language`` it says itself which one it
+    hears. Answers with ``asr_text`` too.
     """
 
     needs_prompts = False
@@ -52,7 +57,10 @@ class AsrText(SoundScorer):
 
     def parts(self, audio: Any, sample_rate: int) -> list[np.ndarray]:
         wave = resampled(mono(audio, sample_rate), sample_rate, self.extractor.sampling_rate)
-        return windows(wave, self.extractor.n_samples)
+        parts = windows(wave, self.extractor.n_samples)
+        if len(parts) > 1 and len(parts[-1]) < LEAST_SECONDS * self.extractor.sampling_rate:
+            parts.pop()
+        return parts
 
     def hear(self, parts: list[np.ndarray]) -> list[str]:
         """Each is padded to the full length: what is heard does not depend on the others."""

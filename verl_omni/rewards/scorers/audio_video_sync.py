@@ -5,7 +5,10 @@ from typing import Any
 import numpy as np
 
 from verl_omni.rewards.registry import register_reward
-from verl_omni.rewards.sounds import mono
+from verl_omni.rewards.sounds import samples_of
+
+# A sound may be shorter than its video by this share, or by these seconds: LTX-2's is, by 10 to 50 ms.
+SHARE, SECONDS = 0.1, 0.06
 
 
 def motion(video: Any) -> np.ndarray:
@@ -15,16 +18,20 @@ def motion(video: Any) -> np.ndarray:
     return np.abs(np.diff(video.float().numpy(), axis=0)).mean(axis=(1, 2, 3))
 
 
-def onsets(wave: np.ndarray, sample_rate: int, frame_rate: float, frames: int) -> np.ndarray:
-    """Of each frame but the first: how much louder the sound is in its time than in that of the one before."""
-    ends = np.round(np.arange(frames + 1) * sample_rate / frame_rate).astype(int)
-    if ends[-2] >= len(wave):
+def onsets(samples: np.ndarray, sample_rate: int, frame_rate: float, frames: int) -> np.ndarray:
+    """Of each frame but the first that the sound reaches: how much louder it is in its time than in the one before."""
+    length, seconds = samples.shape[-1], frames / frame_rate
+    if seconds - length / sample_rate > max(SHARE * seconds, SECONDS):
         raise ValueError(
-            f"a sound of {len(wave) / sample_rate:.3f} s ends before the last of {frames} frames at {frame_rate:g} a "
-            "second"
+            f"a sound of {length / sample_rate:.3f} s is too short for a video of {seconds:.3f} s ({frames} frames at "
+            f"{frame_rate:g} a second): expected at most {SHARE:.0%} less"
         )
-    parts = [wave[start:end] for start, end in zip(ends, ends[1:], strict=False)]
-    level = np.array([np.sqrt(np.mean(np.square(part))) if len(part) else 0.0 for part in parts])
+    ends = np.round(np.arange(frames + 1) * sample_rate / frame_rate).astype(int)
+    starts = ends[:-1][ends[:-1] < length]
+    if len(starts) < 3:
+        raise ValueError(f"this reward compares frame by frame, and a sound reaches {len(starts)}: expected 3 or more")
+    parts = [samples[:, start:end] for start, end in zip(starts, ends[1:], strict=False)]
+    level = np.array([np.sqrt(np.mean(np.square(part))) if part.size else 0.0 for part in parts])
     return np.maximum(np.diff(level), 0)
 
 
@@ -34,13 +41,15 @@ def compute_score_audio_video_sync(
 ) -> list[dict[str, float]]:
     """Do sounds begin where something moves? The correlation of onsets and motion, frame by frame: -1 to 1.
 
-    Motion is how much a frame differs from the one before, an onset how much louder the sound is in its time. Where
-    nothing moves, all moves alike or no sound begins, they have nothing to do with each other: 0.
+    Motion is how much a frame differs from the one before, an onset how much louder the sound is in its time. Frames
+    after the sound's end are left out. Where nothing moves, all moves alike or no sound begins, they have nothing to
+    do with each other: 0.
     """
     answers = []
     for video, audio, sample_rate, frame_rate in zip(videos, audios, sample_rates, frame_rates, strict=True):
         moves = motion(video)
-        begins = onsets(mono(audio, sample_rate), sample_rate, frame_rate, len(video))
+        begins = onsets(samples_of(audio, sample_rate), sample_rate, frame_rate, len(video))
+        moves = moves[: len(begins)]
         moves, begins = moves - moves.mean(), begins - begins.mean()
         size = np.linalg.norm(moves) * np.linalg.norm(begins)
         answers.append({"score": float(moves @ begins / size) if size > 1e-12 else 0.0})

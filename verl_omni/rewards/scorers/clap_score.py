@@ -6,7 +6,7 @@ import numpy as np
 
 from verl_omni.rewards.image_text import unit
 from verl_omni.rewards.registry import register_reward
-from verl_omni.rewards.sounds import mono, resampled, windows
+from verl_omni.rewards.sounds import full_windows, mono, resampled
 from verl_omni.rewards.torch_models import BatchSize, Dtype, SoundScorer, load_model, load_pretrained
 from verl_omni.utils.errors import RunError
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class ClapScore(SoundScorer):
     """The cosine of the sound's and the prompt's embedding.
 
-    Of a sound that is longer than the model takes (10 s, for published ones) it is the mean over its parts.
+    Of a sound that is longer than the model takes (10 s, for published ones) it is the mean over parts as long as
+    that, the last of which ends with the sound.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class ClapScore(SoundScorer):
 
     def parts(self, audio: Any, sample_rate: int) -> list[np.ndarray]:
         wave = resampled(mono(audio, sample_rate), sample_rate, self.extractor.sampling_rate)
-        return windows(wave, self.extractor.nb_max_samples)
+        return full_windows(wave, self.extractor.nb_max_samples)
 
     def score(self, parts: list[np.ndarray], prompts: list[str]) -> dict[str, "torch.Tensor"]:
         features = self.extractor(
