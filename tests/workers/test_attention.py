@@ -1,15 +1,21 @@
 """The attention kernel that was asked for is the one that runs, whether or not a model asks diffusers for it."""
 
+import contextlib
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 from engine_cases import model_config
+from tiny_language_model import language_model_folder
 from tiny_models import tiny_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from verl_omni.config import DiffusionModelConfig
+from verl_omni.pipelines.causal_lm import CAUSAL_LM, CausalLM
 from verl_omni.pipelines.flux.adapter import Flux
 from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.workers.engine.base import DiffusionEngine
 from verl_omni.workers.engine.compile import attention_kernels, attention_trial
 from verl_omni.workers.engine.compile.attention import attention_choice, choose_attention
 from verl_omni.workers.engine.compile.attention_trial import Shape, Tried, shape_of, try_kernels
@@ -140,9 +146,9 @@ def test_a_kernel_that_ends_its_process_is_out_and_the_others_go_on(monkeypatch,
     assert "ended its process (exit code 139)" in str(found[1]) and str(found[2]) == "wrong: off by 50.0%"
 
 
-@pytest.mark.parametrize(("ms", "chosen"), [(4.0, "_native_flash"), (4.95, None)])
+@pytest.mark.parametrize(("ms", "chosen"), [(4.0, "_native_efficient"), (4.95, None)])
 def test_torchs_own_choice_is_left_only_for_a_clear_gain(monkeypatch, ms, chosen):
-    found = [Tried("native", 0.001, 5.0), Tried("_native_flash", 0.001, ms), Tried("_native_cudnn", 0.3, 1.0)]
+    found = [Tried("native", 0.001, 5.0), Tried("_native_efficient", 0.001, ms), Tried("_native_cudnn", 0.3, 1.0)]
     monkeypatch.setattr(attention_trial, "try_kernels", lambda *given: found)
     backend, why = attention_trial.best_attention(SMALL, "cuda", torch.bfloat16)
     assert backend == chosen and "tried with 2 x 300 tokens, 2 heads of 16: native 5.00 ms" in why
@@ -156,3 +162,29 @@ def test_the_shapes_are_the_models_own(pipeline):
     attention = repeated_blocks(adapter.build_module(config, torch.float32))[-1]
     attention = next(m for m in attention.modules() if hasattr(m, "to_q"))
     assert shape.heads * shape.width == attention.to_q.out_features and shape.tokens >= adapter.tokens(config)
+
+
+@pytest.mark.parametrize("kernel", attention_trial.KERNELS)
+def test_what_is_tried_takes_the_mask_of_a_shorter_prompt(kernel):
+    """diffusers refuses one with some kernels, whatever the device; what the device lacks is for the trial to find."""
+    module = transformer("QwenImagePipeline")
+    choose_attention(module, kernel)
+    block = repeated_blocks(module)[0]
+    width = block.attn.to_q.in_features
+    shorter = torch.tensor([[True, True, True, True, True, True, False]])[:, None, None]
+    with contextlib.suppress(RuntimeError):  # not on a CPU
+        block.attn(torch.ones(1, 4, width), torch.ones(1, 3, width), attention_mask=shorter)
+
+
+def test_a_language_model_is_not_asked_for_a_diffusion_transformer(monkeypatch):
+    """Only a GPU is tried on: the engine is told that it has one."""
+    monkeypatch.setattr(attention_trial, "try_kernels", lambda *given: pytest.fail("there is nothing to try"))
+    engine = SimpleNamespace(
+        common=SimpleNamespace(attention_backend=None),
+        adapter=CausalLM,
+        device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+        model_config=DiffusionModelConfig(path=str(language_model_folder()), architecture=CAUSAL_LM),
+    )
+    backend, why = DiffusionEngine._choose_attention(engine)
+    assert backend is None and why.startswith("diffusers' default")

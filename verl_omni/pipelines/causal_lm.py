@@ -41,6 +41,11 @@ class CausalLM(DiffusionModelBase):
         return 1
 
     @classmethod
+    def transformer_config(cls, model_config: DiffusionModelConfig) -> dict[str, Any]:
+        """There is no diffusion transformer: transformers chooses its attention."""
+        return {}
+
+    @classmethod
     def build_scheduler(cls, model_config: DiffusionModelConfig):
         from verl_omni.pipelines.schedulers import FlowMatchSDEDiscreteScheduler
 
