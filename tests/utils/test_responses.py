@@ -14,6 +14,7 @@ from PIL import Image
 
 from verl_omni.report.galleries import SHOWN, best_and_worst, read_samples
 from verl_omni.trainer.checks.reward_trial import TRIED
+from verl_omni.utils import movies
 from verl_omni.utils.responses import GIVEN, KINDS, Sound, VideoWithSound, check_package, kind_of, write_response
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.image_http import as_json
@@ -144,6 +145,22 @@ def test_a_page_plays_sounds_and_videos_by_itself(tmp_path):
     (tmp_path / "none.mp4").write_bytes(b"nothing")
     with pytest.raises(ValueError, match="is no mp4 file"):
         SHOWN["video with sound"](tmp_path / "none.mp4", "step 1")
+
+
+def test_the_middle_of_a_video_is_shown_and_a_huge_one_is_not_opened(tmp_path, monkeypatch):
+    pytest.importorskip("av")
+    ramp = (torch.arange(5)[:, None, None, None] * 50).expand(5, 3, 34, 48).to(torch.uint8)
+    path = tmp_path / write_response(VideoWithSound(ramp, TONE, 12.5), tmp_path / "ramp")
+    poster, samples = movies.poster_and_wave(path.read_bytes())
+    assert max(abs(c - 100) for c in poster.getpixel((20, 20))) <= 3 and samples.shape[0] == 2
+    for name, most, said in (
+        ("MOST_PIXELS", 48 * 34 - 1, "5 frames of 48 x 34"),
+        ("MOST_FRAMES", 4, "5 frames of 48 x 34"),
+        ("MOST_SAMPLES", 100, "more than 100 samples"),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match=f"ramp.mp4 cannot be read.*{said}"):
+            patch.setattr(movies, name, most)
+            SHOWN["video with sound"](path, "step 1")
 
 
 def lines(folder, *rows: str) -> None:

@@ -1,6 +1,8 @@
 """Videos as mp4 files, with their sound or without: H.264 and AAC, which browsers play."""
 
+import collections
 import io
+import itertools
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +11,8 @@ if TYPE_CHECKING:
     import torch
 
 RATE = 48000  # whatever a sound has: the codec counts in parts of 1024 samples, which are short then
+# Of a file whose middle is shown: more is some other file, or one that was made to keep a page waiting.
+MOST_FRAMES, MOST_PIXELS, MOST_SAMPLES = 2000, 2**26, 600 * RATE
 LAYOUTS = {1: "mono", 2: "stereo"}
 
 
@@ -37,15 +41,29 @@ def mp4_file(frames: "torch.Tensor", frame_rate: float, audio: "torch.Tensor", s
 
 
 def poster_and_wave(content: bytes) -> tuple[Any, "np.ndarray | None"]:
-    """Of an mp4 file: the frame in its middle (PIL), and its sound, channels x time."""
+    """Of an mp4 file: the frame in its middle (PIL), and its sound, channels x time. One frame is held at a time."""
     import av
     import numpy as np
 
     with av.open(io.BytesIO(content)) as file:
-        frames = [frame.to_image() for frame in file.decode(video=0)]
+        stream = file.streams.video[0]
+        if stream.width * stream.height > MOST_PIXELS or stream.frames > MOST_FRAMES:
+            raise ValueError(
+                f"{stream.frames} frames of {stream.width} x {stream.height}: expected at most {MOST_FRAMES} of "
+                f"{MOST_PIXELS} pixels"
+            )
+        last = collections.deque(itertools.islice(file.decode(stream), stream.frames // 2 + 1), maxlen=1)
+        if not last:
+            raise ValueError("it has no frames")
+        picture = last[0].to_image()
+    parts, count = [], 0
     with av.open(io.BytesIO(content)) as file:
-        parts = [frame.to_ndarray() for frame in file.decode(audio=0)] if file.streams.audio else []
-    return frames[len(frames) // 2], np.concatenate(parts, axis=1) if parts else None
+        for frame in file.decode(audio=0) if file.streams.audio else ():
+            parts.append(frame.to_ndarray())
+            count += frame.samples
+            if count > MOST_SAMPLES:
+                raise ValueError(f"its sound has more than {MOST_SAMPLES} samples")
+    return picture, np.concatenate(parts, axis=1) if parts else None
 
 
 def _even(frames: "torch.Tensor") -> "torch.Tensor":
