@@ -2,13 +2,21 @@
 
 import asyncio
 import dataclasses
+import shutil
 
 import pytest
 import torch
 from tiny_language_model import language_model_folder
 from transformers import AutoModelForCausalLM
 
-from verl_omni.config import DiffusionActorConfig, DiffusionLossConfig, DiffusionRolloutConfig, RewriterConfig
+from verl_omni.config import (
+    DiffusionActorConfig,
+    DiffusionLossConfig,
+    DiffusionModelConfig,
+    DiffusionRolloutConfig,
+    RewriterConfig,
+)
+from verl_omni.pipelines.causal_lm import CAUSAL_LM, CausalLM
 from verl_omni.workers.columns import Ragged
 from verl_omni.workers.rewriter import Rewriter
 from verl_omni.workers.rollout.text_rollout import TextRequest, nucleus
@@ -148,3 +156,14 @@ def test_requests_of_a_burst_are_one_batch(writer):
 
     texts = asyncio.run(ask())
     assert sizes == [4, 2] and len({t.response for t in texts}) > 1
+
+
+def test_generation_settings_that_transformers_would_not_write_are_kept_as_they_are(tmp_path):
+    folder = shutil.copytree(language_model_folder(), tmp_path / "own")
+    odd = '{"eos_token_id": 1, "temperature": 0.6, "top_p": 0.9}'  # without do_sample
+    (folder / "generation_config.json").write_text(odd)
+    model_config = DiffusionModelConfig(path=str(folder), architecture=CAUSAL_LM)
+    model = CausalLM.load_module(model_config, torch.float32)
+    CausalLM.write_part(model_config, model, model.state_dict(), str(tmp_path / "export/rewriter"))
+    assert (tmp_path / "export/generation_config.json").read_text() == odd
+    AutoModelForCausalLM.from_pretrained(tmp_path / "export")

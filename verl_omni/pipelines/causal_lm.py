@@ -1,6 +1,7 @@
 """Language models (transformers' AutoModelForCausalLM): how one is loaded, asked and saved. It draws nothing itself."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +86,11 @@ class CausalLM(DiffusionModelBase):
         cls, model_config: DiffusionModelConfig, part: torch.nn.Module, state: dict[str, torch.Tensor], folder: str
     ) -> None:
         """A whole folder for `AutoModelForCausalLM.from_pretrained`, with its tokenizer."""
-        from transformers import GenerationConfig
-
         place, own = Path(folder).parent, Path(model_config.path).expanduser()  # it is the only part there
         part.save_pretrained(place, state_dict={name: tensor.contiguous() for name, tensor in state.items()})
         if (own / "generation_config.json").is_file():
-            GenerationConfig.from_pretrained(own).save_pretrained(place)
+            # As it is: transformers reads settings that contradict each other, and refuses to write them.
+            shutil.copyfile(own / "generation_config.json", place / "generation_config.json")
         load_tokenizer(model_config.path).save_pretrained(place)
 
 
