@@ -172,9 +172,10 @@ class Drawer:
 
     def _encode(self, ids: list[int], images: list[Any] | None, model_config: DiffusionModelConfig) -> Conditions:
         """A distinct prompt is encoded once, and within a rollout it is on the device once, for all of its images."""
-        key = (tuple(ids), *((image.mode, image.size, hash(image.tobytes())) for image in images or ()))
+        size = model_config.pipeline
+        seen = ((image.mode, image.size, hash(image.tobytes())) for image in images or ())
+        key = (tuple(ids), size.max_sequence_length, *seen)  # some are padded to it
         if images:  # which may become frames of what is drawn, and as large
-            size = model_config.pipeline
             key += (size.height, size.width, size.num_frames)
         if key in self._on_device:
             return self._on_device[key]

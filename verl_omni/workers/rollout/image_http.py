@@ -143,16 +143,17 @@ class ImageHttp:
                     for i, seed in enumerate(asked.seeds)
                 )
             )
-        except Exception as error:  # whatever an engine raises: it goes on, and so does this server
+            shown = await asyncio.to_thread(lambda: [as_json(one.response) for one in drawn])
+        except Exception as error:  # whatever an engine or a codec raises: it goes on, and so does this server
             raise Refused(500, f"{type(error).__name__}: {one_line(error)}") from error
-        shown = await asyncio.to_thread(lambda: [as_json(one.response) for one in drawn])
         data = [one | {"seed": seed} for one, seed in zip(shown, asked.seeds, strict=True)]
         return {"created": int(time.time()), "version": drawn[0].version, "data": data}
 
     def _tokens(self, asked: ImageRequest) -> list[list[int]]:
         limit = asked.sampling["max_sequence_length"]
         try:
-            return [self.adapter.tokenize(self.tokenizers, t, limit) for t in (asked.prompt, asked.negative_prompt)]
+            ids = self.adapter.tokenize(self.tokenizers, asked.prompt, limit)
+            return [ids, self.adapter.tokenize_negative(self.tokenizers, asked.negative_prompt, limit)]
         except ValueError as error:  # too long for the model
             raise Refused(422, one_line(error)) from error
 

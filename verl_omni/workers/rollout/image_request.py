@@ -15,11 +15,12 @@ from verl_omni.utils.errors import Refused
 from verl_omni.utils.hub import shown_name
 from verl_omni.utils.json_bodies import loads
 from verl_omni.utils.listening import is_loopback, token_in
+from verl_omni.utils.responses import KINDS
 from verl_omni.utils.suggest import unknown
 
 HTTP = "actor_rollout_ref.rollout.http"
 OPENAI = ("prompt", "model", "n", "size", "response_format")
-GUIDANCE = ("true_cfg_scale", "guidance_scale", "guidance_scale_2")
+GUIDANCE = ("true_cfg_scale", "guidance_scale", "guidance_scale_2", "audio_guidance_scale")
 # A run may have more; nobody else is to hold a server for longer, or to get pixels that are no numbers.
 MOST_STEPS, MOST_GUIDANCE = 100, 100.0
 
@@ -110,6 +111,8 @@ class RequestReader:
         size = _text(fields, "size")
         if size is None:
             return {}
+        if not KINDS[made := self.adapter.makes(self.model)].is_seen:
+            raise Refused(422, f"size={size:.40}: this model makes {made}, which has none; leave it out")
         found = re.fullmatch(r"(\d{1,6})x(\d{1,6})", size)
         if not found:
             raise Refused(422, f'size="{size:.40}": expected width x height in pixels, such as "512x512"')
