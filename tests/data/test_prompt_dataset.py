@@ -213,3 +213,10 @@ def test_images_with_captions_beside_them(tmp_path):
     with pytest.raises(ValueError, match=r"a\.txt: prompt is empty"):
         (tmp_path / "a.txt").write_text(" ")
         PromptDataset(tmp_path)
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan"), 0.0])
+def test_a_sound_has_a_length(tmp_path, seconds):
+    write(tmp_path / "rows.jsonl", [row(audio_duration_s=seconds)])
+    with pytest.raises(ValueError, match="audio_duration_s is .*; expected a number of seconds, such as 2.5"):
+        PromptDataset(tmp_path / "rows.jsonl")

@@ -317,6 +317,9 @@ def generate(row: Architecture, engine: DiffusersRollout, prompts: list[str], to
     def tokenize(text: str, i: int) -> list[int]:
         return engine.adapter.tokenize(tokenizers, text, SEQUENCE, row.images and row.images[i])
 
+    def away(i: int) -> list[int]:
+        return engine.adapter.tokenize_negative(tokenizers, row.negative, SEQUENCE, row.images and row.images[i])
+
     steps = engine.adapter.num_steps(engine.model_config)
     window = (0, steps - 1) if engine.model_config.algo.noise_level else None
 
@@ -330,7 +333,7 @@ def generate(row: Architecture, engine: DiffusersRollout, prompts: list[str], to
                 p,
                 str(i),
                 image_data=row.images and row.images[i],
-                negative_prompt_ids=tokenize(row.negative, i),
+                negative_prompt_ids=away(i),
             )
             for i, p in enumerate(params)
         ]

@@ -18,10 +18,12 @@ from test_architectures import (  # noqa: F401
 )
 from tiny_models import tiny_checkpoint
 
-from verl_omni.config import DiffusionRolloutAlgoConfig
+from verl_omni.config import DiffusionRolloutAlgoConfig, DiffusionRolloutConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.schedulers import FlowMatchSDEDiscreteScheduler
+from verl_omni.utils.errors import Refused
 from verl_omni.utils.responses import VideoWithSound
+from verl_omni.workers.rollout.image_request import RequestReader
 
 ROWS = {row.name: row for row in architectures.TABLE}
 LTX2 = ROWS["LTX2Pipeline"]
@@ -116,3 +118,40 @@ def test_a_video_with_sound_leaves_the_engine_as_one():
     assert isinstance(made, VideoWithSound) and output.modality == "video with sound"
     assert made.frames.shape == (5, 3, 32, 64) and made.sound.samples.shape[0] == 2
     assert made.sound.samples.shape[1] / made.sound.sample_rate == pytest.approx(5 / 25.0, abs=0.05)
+
+
+@pytest.mark.parametrize(("prompt", "negative"), [("", "blurry"), ("A “dog”", ""), ("a dog", "A “Cat”")])
+def test_prompts_of_a_sound_that_are_empty_or_written_otherwise(prompt, negative):
+    """Upstream makes small letters of a prompt alone, reads an empty one, and takes no negative one for none."""
+    row = dataclasses.replace(ROWS["LongCatAudioDiTPipeline"], negative=negative)
+    (output,) = generate(row, rollout(config(row, cfg=True)), [prompt])
+    expected, _ = draw(row.load(), row, 0, cfg=True, of={"prompt": prompt})
+    torch.testing.assert_close(output.trajectory["final_latents"][None], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_guidance_of_a_sound_may_be_none():
+    model_config = config(LTX2, cfg=True)
+    adapter = DiffusionModelBase.get_class(model_config)
+    for given, expected in ((None, 3.0), (0.0, 0.0), (2.0, 2.0)):
+        model_config.pipeline.guidance_scale, model_config.pipeline.audio_guidance_scale = 3.0, given
+        assert adapter.scales(model_config) == (3.0, expected)
+
+
+def test_a_prompt_is_encoded_for_each_length_that_it_is_padded_to():
+    engine = rollout(config(LTX2, cfg=False))
+    found = [
+        engine._encode([3, 4], None, dataclasses.replace(
+            engine.model_config, pipeline=dataclasses.replace(engine.model_config.pipeline, max_sequence_length=length)
+        ))["prompt_embeds"].shape[1]
+        for length in (16, 32)
+    ]  # fmt: skip
+    assert found[0] < found[1]
+
+
+def test_what_may_be_asked_over_http_of_models_with_sound():
+    asked = DiffusionRolloutConfig()
+    reader = RequestReader(asked, config(LTX2, cfg=False))
+    assert "audio_guidance_scale" in reader.fields
+    sound = config(ROWS["LongCatAudioDiTPipeline"], cfg=False)
+    with pytest.raises(Refused, match="size=64x64: this model makes sound, which has none; leave it out"):
+        RequestReader(asked, sound).read(b'{"prompt": "a dog", "size": "64x64"}')

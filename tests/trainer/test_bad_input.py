@@ -1,6 +1,7 @@
 """Bad input costs seconds: one line that says what to type, before any worker starts."""
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from composed import composed
+from PIL import Image
 from tiny_models import tiny_checkpoint
 
 import verl_omni
@@ -20,7 +22,8 @@ from verl_omni.cli import train
 from verl_omni.config.keys import with_plus
 from verl_omni.pipelines.utils import diffusers_since
 from verl_omni.trainer import main_diffusion
-from verl_omni.trainer.checks.preflight import preflight
+from verl_omni.trainer.checks.preflight import check_data, check_rewards, preflight
+from verl_omni.trainer.checks.preparation import prepare_config
 from verl_omni.trainer.failures import users_mistake
 from verl_omni.utils.hub import HubError
 
@@ -247,6 +250,47 @@ def test_one_clear_line_before_any_worker_starts(name, data, monkeypatch):
     assert line is not None, f"a traceback for a user's mistake: {caught.value!r}"
     assert said in line and "\n" not in line
     assert not (data / "fresh").exists()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "file", "said"),
+    [
+        ("QwenImagePipeline", "image", "images has 1, and this model draws from prompts alone: leave the column out"),
+        ("WanPipeline", "image", "out, or type actor_rollout_ref.model.architecture=WanImageToVideoPipeline if"),
+        ("LTX2Pipeline", "image", "out, or type actor_rollout_ref.model.architecture=LTX2ImageToVideoPipeline if"),
+        ("LTX2ImageToVideoPipeline", "long_with_image", "tokens, more than max_sequence_length=128"),
+        ("LTX2ImageToVideoPipeline", "long_negative_with_image", "tokens, more than max_sequence_length=128"),
+    ],
+)
+def test_images_are_looked_at_or_refused_and_prompts_with_them_have_a_limit(architecture, file, said, tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "one.png")
+    shown = {"images": [str(tmp_path / "one.png")]}
+    rows = {
+        "image": row(**shown),
+        "long_with_image": row("word " * 300, **shown),
+        "long_negative_with_image": row(negative_prompt="word " * 300, **shown),
+    }
+    (tmp_path / "rows.jsonl").write_text((json.dumps(rows[file]) + "\n") * 4)
+    given = [f"{A}model.path={tiny_checkpoint(architecture)}", "data.val_files=null"]
+    config = prepare_config(composed(*settings(tmp_path, *given, "data.train_files={data}/rows.jsonl")))
+    with pytest.raises(ValueError) as caught:
+        check_data(config)
+    assert said in str(caught.value)
+
+
+def test_what_is_answered_over_http_needs_the_package_that_writes_it(tmp_path, monkeypatch):
+    def without_av(name, *rest, find=importlib.util.find_spec):
+        return None if name == "av" else find(name, *rest)
+
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row(source="loudness")) + "\n") * 4)
+    given = [
+        f"{A}model.path={tiny_checkpoint('LTX2Pipeline')}", "data.val_files=null",
+        "data.train_files={data}/rows.jsonl", "trainer.log_train_groups=0", "trainer.mode=separate",
+    ]  # fmt: skip
+    monkeypatch.setattr(importlib.util, "find_spec", without_av)
+    check_rewards(prepare_config(composed(*settings(tmp_path, *given))))
+    with pytest.raises(ModuleNotFoundError, match="pip install 'verl-omni"):
+        check_rewards(prepare_config(composed(*settings(tmp_path, *given, f"{A}rollout.http.port=0"))))
 
 
 def test_validation_prompts_have_validations_limit(data):

@@ -75,7 +75,7 @@ class DiffusionSingleTurnAgentLoop(DiffusionAgentLoopBase):
             sampling_params=sampling_params,
             request_id=uuid.uuid4().hex,
             image_data=images,
-            negative_prompt_ids=self.adapter.tokenize(tokenizers, negative, limit, images),
+            negative_prompt_ids=self.adapter.tokenize_negative(tokenizers, negative, limit, images),
         )
         return DiffusionAgentLoopOutput(output.response, ids, {**output.trajectory, **output.conditions})
 

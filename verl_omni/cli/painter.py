@@ -71,11 +71,10 @@ class Painter:
         for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
             shown = images[i] if images else None
             negative = (negatives[i] if negatives else "") or size.negative_prompt
-            ids = [
-                self.adapter.tokenize(self.tokenizers, text, size.max_sequence_length, shown)
-                for text in (prompt, negative)
-            ]
-            requests.append(Request(*ids, shown, {"seed": seed}))
+            limit = size.max_sequence_length
+            ids = self.adapter.tokenize(self.tokenizers, prompt, limit, shown)
+            away = self.adapter.tokenize_negative(self.tokenizers, negative, limit, shown)
+            requests.append(Request(ids, away, shown, {"seed": seed}))
         return [sample.response for sample in self.drawer.draw(requests)]
 
 

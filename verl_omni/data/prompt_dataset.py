@@ -10,6 +10,7 @@ are handed on in
 A prompt is the user's text alone: the model's own template is added by its adapter.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,12 +68,17 @@ class PromptDataset(Dataset):
             if asked:
                 yield where, asked
 
-    def check_images(self, least: int = 0, most: int = MOST_IMAGES) -> None:
-        """Every image of the column `images` is there and is one, and rows have so many, or one line names the row."""
+    def check_images(self, least: int = 0, most: int = MOST_IMAGES, instead: str = "") -> None:
+        """Every image of the column `images` is there and is one, and rows have so many, or one line names the row.
+
+        `instead` is what to do about images where the model takes none.
+        """
         for file in self._files:
             for where, row in file.scan(("images",), at_once=16) if "images" in file.columns else ():
                 _check_images(row["images"], where)
                 count = len(row["images"]) if isinstance(row["images"], list) else int(row["images"] is not None)
+                if count and not most:
+                    raise ValueError(f"{where}: images has {count}, and this model draws from prompts alone: {instead}")
                 if not least <= count <= most:
                     some = f"{least} to {most}" if most < MOST_IMAGES else f"{least} or more"
                     wanted = str(least) if least == most else some
@@ -122,7 +128,7 @@ def _check(row: dict, prompt_key: str, where: str, columns: Sequence[str]) -> No
         if row[name] is None:
             continue
         kind, least, such = SECONDS if name == "audio_duration_s" else PIXELS
-        if not isinstance(row[name], kind) or isinstance(row[name], bool) or not row[name] >= least:
+        if not isinstance(row[name], kind) or isinstance(row[name], bool) or not least <= row[name] < math.inf:
             raise ValueError(f"{where}: {name} is {row[name]!r:.60}; expected {such}")
     for name, value in (("data_source", row["data_source"]), ("ground_truth", reward["ground_truth"])):
         if isinstance(value, str):

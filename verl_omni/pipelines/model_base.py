@@ -76,6 +76,10 @@ class DiffusionModelBase:
     attention_backend: ClassVar[str | None] = None
     # Whether a prompt is nothing without images.
     needs_images: ClassVar[bool] = False
+    # Whether `tokenize` has to see them: long prompts are then told when they are drawn from, not before a run.
+    tokenizes_images: ClassVar[bool] = False
+    # The architecture that draws the same from images, of a folder that names this one.
+    with_images: ClassVar[str | None] = None
     # Whether ranks can share the tokens of a sample (fsdp_config.ulysses_sequence_parallel_size).
     shares_tokens: ClassVar[bool] = True
     # Libraries, beside diffusers and transformers, that model_index.json may name for a component: they are imported.
@@ -87,8 +91,8 @@ class DiffusionModelBase:
 
     @classmethod
     def images_of_a_prompt(cls, model_config: DiffusionModelConfig) -> tuple[int, int]:
-        """How many images a prompt comes with, at least and at most."""
-        return int(cls.needs_images), MOST_IMAGES
+        """How many images a prompt comes with, at least and at most: none, where a model would not look at them."""
+        return (1, MOST_IMAGES) if cls.needs_images else (0, 0)
 
     # ---- registry ------------------------------------------------------------------------------------
 
@@ -382,6 +386,13 @@ class DiffusionModelBase:
         `images` (PIL) are those that the prompt speaks of, for models that are conditioned on images.
         """
         raise NotImplementedError(f"{cls.__name__} has no tokenize")
+
+    @classmethod
+    def tokenize_negative(
+        cls, tokenizers: dict[str, Any], prompt: str, max_sequence_length: int, images: list[Any] | None = None
+    ) -> list[int]:
+        """The same of a negative prompt, for models that read it in another way."""
+        return cls.tokenize(tokenizers, prompt, max_sequence_length, images)
 
     @classmethod
     def encode_prompt(

@@ -15,6 +15,8 @@ from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
 from verl_omni.pipelines.utils import check_length, forward_in_groups, read_component_config
 from verl_omni.utils.responses import Sound
 
+MOST_SECONDS = 30.0  # upstream makes no more, whatever it is asked for
+
 
 @DiffusionModelBase.register("LongCatAudioDiTPipeline", algorithm="flow_grpo")
 class LongCatAudio(DiffusionModelBase):
@@ -113,10 +115,18 @@ class LongCatAudio(DiffusionModelBase):
     def tokenize(
         cls, tokenizers: dict[str, Any], prompt: str, max_sequence_length: int, images: list[Any] | None = None
     ) -> list[int]:
-        """Nothing for an empty prompt, which is one that is not there."""
         from diffusers.pipelines.longcat_audio_dit.pipeline_longcat_audio_dit import _normalize_text
 
-        ids = tokenizers["tokenizer"](_normalize_text(prompt)).input_ids if prompt else []
+        ids = tokenizers["tokenizer"](_normalize_text(prompt)).input_ids
+        check_length(prompt, len(ids), max_sequence_length)
+        return ids
+
+    @classmethod
+    def tokenize_negative(
+        cls, tokenizers: dict[str, Any], prompt: str, max_sequence_length: int, images: list[Any] | None = None
+    ) -> list[int]:
+        """As it is written. Nothing for an empty one, which is one that is not there."""
+        ids = tokenizers["tokenizer"](prompt).input_ids if prompt else []
         check_length(prompt, len(ids), max_sequence_length)
         return ids
 
@@ -159,3 +169,12 @@ class LongCatAudio(DiffusionModelBase):
     @classmethod
     def responses(cls, decoded: torch.Tensor, pipe: Any, model_config: DiffusionModelConfig) -> list[Sound]:
         return [Sound(wave.clamp(-1, 1).cpu(), pipe.vae.config.sample_rate) for wave in decoded]
+
+    @classmethod
+    def check(cls, model_config: DiffusionModelConfig) -> None:
+        seconds = model_config.pipeline.audio_duration_s
+        if seconds is not None and seconds > MOST_SECONDS:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.pipeline.audio_duration_s={seconds:g}: LongCat-AudioDiT makes at most "
+                f"{MOST_SECONDS:g} seconds"
+            )

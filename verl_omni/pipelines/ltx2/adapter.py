@@ -43,6 +43,7 @@ class Geometry:
 
 @DiffusionModelBase.register("LTX2Pipeline", algorithm="flow_grpo")
 class LTX2(DiffusionModelBase):
+    with_images = "LTX2ImageToVideoPipeline"
     lora_target_modules = [
         "to_q", "to_k", "to_v", "to_out.0",
         "ff.net.0.proj", "ff.net.2", "audio_ff.net.0.proj", "audio_ff.net.2",
@@ -111,7 +112,7 @@ class LTX2(DiffusionModelBase):
         """Guidance of the video and of the sound."""
         pipeline = model_config.pipeline
         video = 4.0 if pipeline.guidance_scale is None else pipeline.guidance_scale
-        return video, pipeline.audio_guidance_scale or video
+        return video, video if pipeline.audio_guidance_scale is None else pipeline.audio_guidance_scale
 
     @classmethod
     def cfg_scale(cls, model_config: DiffusionModelConfig) -> float:

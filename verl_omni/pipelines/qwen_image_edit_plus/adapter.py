@@ -49,6 +49,7 @@ def condition_images(images: list[Any] | None) -> list[Any]:
 @DiffusionModelBase.register("QwenImageEditPlusPipeline", algorithm="flow_grpo")
 class QwenImageEditPlus(QwenImage):
     needs_images = True
+    tokenizes_images = True
 
     @classmethod
     def model_inputs(

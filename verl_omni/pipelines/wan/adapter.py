@@ -32,6 +32,7 @@ class Experts(torch.nn.ModuleDict):
 
 @DiffusionModelBase.register("WanPipeline", algorithm="flow_grpo")
 class Wan(DiffusionModelBase):
+    with_images = "WanImageToVideoPipeline"
     lora_target_modules = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
     fp8_modules = lora_target_modules
     trained_components = ("transformer", "transformer_2")

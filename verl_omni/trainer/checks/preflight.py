@@ -81,18 +81,22 @@ def check_data(config: DictConfig) -> None:
             check_row_size(where, dataclasses.replace(pipeline, **asked), model_config)
         least, most = adapter.images_of_a_prompt(model_config)
         if "images" in dataset.columns:
-            dataset.check_images(least, most)
-            continue
-        if least:
+            other = adapter.with_images
+            drawn = f", or type actor_rollout_ref.model.architecture={other} if these weights draw from them"
+            dataset.check_images(least, most, "leave the column out" + (drawn if other else ""))
+        elif least:
             raise ValueError(
                 f"{model_config.architecture} draws from images, and {key} has none: give its rows a column `images`"
             )
-        rows = (dataset[i] for i in range(len(dataset)))
-        texts = {text for row in rows for text in (row["prompt"], row.get("negative_prompt") or "")}
-        limit = pipeline.max_sequence_length
-        for text in texts | {pipeline.negative_prompt}:
-            if len(text.encode()) + TEMPLATE_ROOM > limit:  # a token is a byte or more: the rest is short enough
-                adapter.tokenize(tokenizers, text, limit)
+        if adapter.tokenizes_images:
+            continue
+        rows, limit = [dataset[i] for i in range(len(dataset))], pipeline.max_sequence_length
+        prompts = {row["prompt"] for row in rows}
+        negatives = {row.get("negative_prompt") or pipeline.negative_prompt for row in rows}
+        for tokenize, texts in ((adapter.tokenize, prompts), (adapter.tokenize_negative, negatives)):
+            for text in texts:
+                if len(text.encode()) + TEMPLATE_ROOM > limit:  # a token is a byte or more: the rest is short enough
+                    tokenize(tokenizers, text, limit)
 
 
 def check_row_size(where: str, pipeline: DiffusionPipelineConfig, model: DiffusionModelConfig) -> None:
@@ -251,7 +255,8 @@ def check_rewards(config: DictConfig) -> None:
             check_settings(choice.name, choice.settings, choice.label)
             check_package(choice.name)
     function, kind = load_custom_reward_function(config.reward), KINDS[made_kind(config)]
-    if config.trainer.log_train_groups or config.data.val_files:  # else no file is written of what is made
+    asked = config.actor_rollout_ref.rollout.http.port is not None
+    if config.trainer.log_train_groups or config.data.val_files or asked:  # else no file is made of any response
         check_written(kind)
     own = function is not None
     if own:

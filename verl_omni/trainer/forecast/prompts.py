@@ -1,5 +1,6 @@
 """How long a run's prompts are, in ids of the model's own tokenizer."""
 
+from collections.abc import Callable
 from typing import Any
 
 from omegaconf import DictConfig
@@ -26,8 +27,9 @@ def prompt_tokens(config: DictConfig, settings: DiffusionTrainerConfig) -> tuple
     tokenizers = adapter.load_tokenizers(arr.model)
     rows = [dataset[i] for i in range(min(LOOKED_AT, len(dataset)))]
 
-    def longest(texts: list[tuple[str, Any]]) -> int:
-        return max(len(adapter.tokenize(tokenizers, text, limit, open_images(images))) for text, images in texts)
+    def longest(tokenize: Callable[..., list[int]], texts: list[tuple[str, Any]]) -> int:
+        return max(len(tokenize(tokenizers, text, limit, open_images(images))) for text, images in texts)
 
     negative = [(row.get("negative_prompt") or pipeline.negative_prompt, row.get("images")) for row in rows]
-    return longest([(row["prompt"], row.get("images")) for row in rows]), longest(negative)
+    own = [(row["prompt"], row.get("images")) for row in rows]
+    return longest(adapter.tokenize, own), longest(adapter.tokenize_negative, negative)
