@@ -87,6 +87,9 @@ class _LocalWorkers:
     def changes(self) -> list[int]:
         return [self.actor_wg.worker.changes()]
 
+    def give_up_checkpoint(self) -> None:
+        self.actor_wg.worker.give_up_checkpoint()
+
 
 class _Handle:
     """An object as one calls it in another process: `handle.method.remote(...)` gives what is to be awaited."""

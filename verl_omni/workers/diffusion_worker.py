@@ -412,6 +412,11 @@ class DiffusionWorker(Worker):
         return self.engine.checkpoint_written(wait)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def give_up_checkpoint(self) -> None:
+        """Of one that has failed: when this returns, nothing is written here any more."""
+        self.engine.give_up_checkpoint()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def changes(self) -> int:
         """How often what `save_checkpoint` would write has been changed here."""
         return self.engine.changes

@@ -49,7 +49,7 @@ class BaseRayDiffusionTrainer(Sampling):
     ):
         self.config, self.tokenizer, self.processor = OmegaConf.to_object(config), tokenizer, processor
         self.run_dir = Path(config.trainer.default_local_dir).expanduser()
-        self.checkpoints = Checkpoints(config, self.run_dir)
+        self.checkpoints = Checkpoints(config, self.run_dir, self.give_up_checkpoint)
         self.role_worker_mapping = role_worker_mapping
         self.resource_pool_manager = resource_pool_manager
         self.ray_worker_group_cls = ray_worker_group_cls
@@ -238,10 +238,15 @@ class BaseRayDiffusionTrainer(Sampling):
         if self.rollouts is not None:
             self.rollouts.end()  # it may have other weights in their place
         self.save_checkpoint()
+        self._finish_saving()  # nothing comes after it
 
     def changes(self) -> list[int] | None:
         """How often each rank has changed what a checkpoint holds; None where one does not answer."""
-        return ending.changes(self.actor_wg)
+        return ending.answers(self.actor_wg, "changes")
+
+    def give_up_checkpoint(self) -> None:
+        """No rank writes any more, unless it does not answer."""
+        ending.answers(self.actor_wg, "give_up_checkpoint")
 
     @property
     def _devices(self) -> int:

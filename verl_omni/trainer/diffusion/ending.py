@@ -43,9 +43,9 @@ def save_what_is_whole(
         print(f"step {whole.step} could not be saved: {what_failed(error)}", flush=True)
 
 
-def changes(workers: Any) -> list[int] | None:
-    """How often each rank has changed what a checkpoint holds; None where one is dead or does not answer."""
-    asked = workers.execute_all_async("changes")
+def answers(workers: Any, method: str) -> list[Any] | None:
+    """What each rank answers; None where one is dead or does not answer."""
+    asked = workers.execute_all_async(method)
     deadline, waiting = time.monotonic() + SECONDS_TO_ANSWER, list(asked)
     try:
         while waiting:

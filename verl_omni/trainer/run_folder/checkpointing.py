@@ -86,7 +86,7 @@ class Unpublished:
         try:
             yield self.place
         except Exception as error:
-            shutil.rmtree(self.place)
+            shutil.rmtree(self.place, ignore_errors=True)  # the error that is told is the one that came first
             if _is_full(error):
                 raise CheckpointError(f"the disk of {self.folder} is full: {_last_whole(self.folder)}") from error
             raise

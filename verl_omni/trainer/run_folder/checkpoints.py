@@ -1,6 +1,7 @@
 """The checkpoints of one run: written from its workers, and the one that it goes on from read into them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,12 @@ class WholeStep:
 
 
 class Checkpoints:
-    def __init__(self, config: DictConfig, folder: Path):
-        """Before anything is filled into the configuration: it is remembered as a later start will see it."""
-        self.config, self.folder = config, folder
+    def __init__(self, config: DictConfig, folder: Path, give_up: Callable[[], Any]):
+        """Before anything is filled into the configuration: it is remembered as a later start will see it.
+
+        After `give_up` no rank writes any more.
+        """
+        self.config, self.folder, self._give_up = config, folder, give_up
         self.record = record.describe(config)
         self.saving = Saving(config.trainer)
         self.whole: WholeStep | None = None
@@ -46,7 +50,7 @@ class Checkpoints:
         checkpointing.check_room(self.folder, workers.checkpoint_bytes()[0])
         keep = self.config.trainer.max_ckpt_to_keep
         unpublished = Unpublished(self.folder, whole.step, self.record, keep, self.saving.best_score(whole.step))
-        with unpublished.writing() as folder:
+        with unpublished.writing() as folder, self._by_all_or_none():
             workers.save_checkpoint(str(folder), whole.step)
             checkpointing.write_data_state(folder, whole.data, whole.validation_due)
             if not self.saving.is_asked_for(whole.step, last):
@@ -60,7 +64,7 @@ class Checkpoints:
         if unpublished is None:
             return []
         self.unpublished = None
-        with unpublished.writing():
+        with unpublished.writing(), self._by_all_or_none():
             written = all(workers.checkpoint_written(wait))
         if not written:
             self.unpublished = unpublished
@@ -68,6 +72,15 @@ class Checkpoints:
         found = unpublished.publish()
         self.saving.saved(self.folder, unpublished.step)
         return [found]
+
+    @contextmanager
+    def _by_all_or_none(self) -> Iterator[None]:
+        """One rank's error is told before the others are through: nothing is deleted that they still write."""
+        try:
+            yield
+        except Exception:
+            self._give_up()
+            raise
 
     def finish(self, workers: Any) -> list[Path]:
         """Wait for it."""

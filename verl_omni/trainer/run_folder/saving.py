@@ -1,5 +1,6 @@
 """When to save: at the steps that were asked for, in between by the clock, and when the run ends early."""
 
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ class Saving:
         self.every, self.minutes = trainer.save_freq, trainer.save_minutes
         self._keeps_best = trainer.keep_best
         self._last, self._step = time.monotonic(), 0
-        self._best: tuple[int, float] | None = None  # a step that has not been saved yet, and its score
+        self._best: tuple[int, float] | None = None  # a step that may not be on the disk yet, and its score
 
     def is_due(self, step: int, last: bool) -> bool:
         wanted = stop_requested() or self._clock_is_up() or self.best_score(step) is not None
@@ -29,9 +30,10 @@ class Saving:
 
     def see(self, step: int, metrics: Mapping[str, float], folder: Path) -> dict[str, float]:
         """A validation of this step. With `keep_best`: what is the best up to now, for the metrics."""
-        score, (best, most) = validation_score(metrics), checkpointing.read_best(folder)
+        score, held = validation_score(metrics), self._best or (None, -math.inf)
         if not self._keeps_best or score is None:
             return {}
+        best, most = max(checkpointing.read_best(folder), held, key=lambda found: found[1])
         if score > most and step:
             self._best, best, most = (step, score), step, score
         return {} if best is None else {"training/best_step": float(best), "training/best_score": most}
@@ -45,7 +47,7 @@ class Saving:
 
     def begins(self, step: int) -> None:
         """A checkpoint of this step is there, or is being tried: nobody tries again."""
-        self._step = step
+        self._last, self._step = time.monotonic(), step
 
     def misses(self, step: int) -> bool:
         """Whether a run that ends after this step would lose it."""

@@ -304,7 +304,16 @@ class DiffusionEngine(Passes):
         self.writing = checkpoint_io.save(self, local_path)
 
     def checkpoint_written(self, wait: bool) -> bool:
-        return self.writing is None or self.writing.done(wait)
+        writing, self.writing = self.writing, None
+        if writing is None or writing.done(wait):  # an error is raised once: the next checkpoint is another
+            return True
+        self.writing = writing
+        return False
+
+    def give_up_checkpoint(self) -> None:
+        writing, self.writing = self.writing, None
+        if writing is not None:
+            writing.end()
 
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False, **kwargs

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 from collections.abc import Iterator
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,12 +48,18 @@ class Writing:
 
     def done(self, wait: bool) -> bool:
         """Whether all of it has been written; an error of one of them is raised."""
-        if wait or all(part.done() for part in self.parts):
-            with _plain_errors():
-                for part in self.parts:
-                    part.result()
-            return True
-        return False
+        if wait:
+            self.end()
+        elif not all(part.done() for part in self.parts):
+            return False
+        with _plain_errors():
+            for part in self.parts:
+                part.result()
+        return True
+
+    def end(self) -> None:
+        """Wait for all of them, whether they fail or not."""
+        futures.wait(self.parts)
 
 
 def save(engine: HasState, path: str) -> Writing | None:

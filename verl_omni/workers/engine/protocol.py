@@ -197,5 +197,9 @@ class TrainingEngine(BaseEngine, ABC):
         """Whether all that `save_checkpoint` was asked for is on the disk: with `async_save` it goes on after it."""
 
     @abstractmethod
+    def give_up_checkpoint(self) -> None:
+        """Wait until nothing is written any more, of a checkpoint that has failed here or elsewhere."""
+
+    @abstractmethod
     def checkpoint_bytes(self) -> int:
         """The size of what `save_checkpoint` would write now."""
