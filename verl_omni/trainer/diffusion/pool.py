@@ -25,7 +25,7 @@ def chosen_seeds(
         "num_inference_steps": rollout.pool.num_inference_steps or rollout.pipeline.num_inference_steps,
         "noise_level": 0.0,
         "sde_type": rollout.algo.sde_type,
-        **in_precision(rollout.pool.precision),
+        **in_precision(rollout.pool.precision or rollout.precision),
     }
     batch = trainer._rollout_batch(prompts[list(range(len(prompts)))], size, own, sampling, step, groups)
     batch.meta_info["scores_only"] = True
