@@ -60,6 +60,11 @@ def test_the_first_update_of_a_step_clips_nothing():
     assert said({"actor/pg_clipfrac": lambda i: 0.0}, updates=1) == []
 
 
+def test_the_only_update_of_a_step_clips_what_is_stale():
+    (line,) = said(SICK[symptoms.STALE], updates=1)
+    assert line.startswith("samples are old and their ratios are clipped (staleness/mean 3, actor/pg_clipfrac 0.60 of")
+
+
 def test_one_bad_step_is_no_symptom():
     once = {"actor/pg_clipfrac": lambda i: float(i == 7), "actor/grad_norm": lambda i: 9.0 if i == 7 else 0.05}
     assert said(once) == []

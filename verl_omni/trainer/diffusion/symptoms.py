@@ -64,7 +64,9 @@ class Symptoms(Callback):
     """Says each of them once, when it has lasted for some steps."""
 
     def __init__(self, updates: int) -> None:
-        """`updates`: optimizer steps of a training step. In the first of them every ratio is 1, and none is clipped."""
+        """`updates`: optimizer steps of a training step. In the first of them every ratio is 1, and none is
+        clipped, unless samples are stale.
+        """
         self._most_clipped = (updates - 1) / updates
         self._seen: list[dict[str, float]] = []
         self._said: set[Symptom] = set()
@@ -104,9 +106,9 @@ class Symptoms(Callback):
         return self._clips_more_than(0.8)
 
     def _clips_more_than(self, share: float) -> str | None:
-        """Of what can be clipped."""
+        """Of what can be clipped: of stale samples the first update's too."""
         values = self._last(CLIPPED.metric)
-        most = self._most_clipped
+        most = 1.0 if any(self._last(STALE.metric)) else self._most_clipped
         return f"{fmean(values):.2f} of {most:.2f}" if values and most and fmean(values) >= share * most else None
 
     def _explodes(self, metrics: Mapping[str, float]) -> str | None:
