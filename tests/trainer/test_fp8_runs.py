@@ -1,10 +1,16 @@
 """Whole steps whose images are drawn in 8 bits: the ratio, the distance that is told, the KL, the pool, refusals."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from e2e_runs import metrics, settings
 from test_refused_settings import prepared, refused
+from tiny_models import tiny_checkpoint
 
+from verl_omni.config import DiffusionRolloutConfig
 from verl_omni.testing.local_trainer import local_config, local_trainer
+from verl_omni.trainer.diffusion.pool import chosen_seeds
 
 A = "actor_rollout_ref."
 FP8, REF, KL = f"{A}rollout.precision=fp8", f"{A}ref.precision=fp8", f"{A}actor.use_kl_loss=true"
@@ -58,6 +64,23 @@ def test_a_pool_in_8_bits_is_trained_exactly(tmp_path, process_group):
     assert told["actor/old_log_probs_from_rollout"] == 1.0 and told["actor/rollout_ratio_max_dev"] < 1e-5
 
 
+def test_a_pool_is_drawn_as_what_is_chosen_of_it():
+    """Unless it says otherwise."""
+    asked = []
+
+    def rollout_batch(prompts, size, own, sampling, step, groups):
+        asked.append(sampling.get("precision"))
+        raise StopIteration
+
+    for precision, own in (("fp8", None), (None, None), (None, "fp8")):
+        pool = SimpleNamespace(size=4, num_inference_steps=2, precision=own)
+        rollout = DiffusionRolloutConfig(precision=precision, pool=pool)
+        config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+        with pytest.raises(StopIteration):
+            chosen_seeds(SimpleNamespace(config=config, _rollout_batch=rollout_batch), torch.empty(0), 1, range(1))
+    assert asked == ["fp8", None, "fp8"]
+
+
 def test_servers_draw_in_8_bits(tmp_path, process_group):
     told = run(tmp_path / "a", FP8, *LORA, f"{A}hybrid_engine=false", steps=1)[1]
     assert told["actor/first_ratio_max_dev"] == 0.0 and told["rollout_corr/k3_kl"] > 0
@@ -69,6 +92,10 @@ def test_what_cannot_be_is_refused_in_one_line():
     assert "set actor_rollout_ref.actor.use_kl_loss=true" in refused(FP8, REF)
     assert "here another one draws" in refused(FP8, REF, KL, "trainer.mode=one_step_off")
     assert "old means of the training graph" in refused(FP8, REF, KL, f"{A}actor.old_log_probs=rollout")
+    opd = (f"{A}model.algorithm=opd", f"{A}actor.teacher.path={tiny_checkpoint()}")
+    assert 'loss "opd", which has no ratio' in refused(FP8, REF, KL, *opd)
+    shared = (f"{A}actor.strategy=veomni", f"{A}actor.veomni_config.ulysses_parallel_size=2")
+    assert "ranks that compute whole samples" in refused(FP8, REF, KL, *shared, "trainer.n_gpus_per_node=2")
     assert "where nothing is computed in 8 bits" in refused(f"{A}actor.engine.fp8_modules=[to_q]")
     assert "expected a list of names, such as [to_q" in refused(FP8, f"{A}actor.engine.fp8_modules=to_q")
     pool = f"{A}rollout.pool.size=32"

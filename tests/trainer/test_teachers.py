@@ -148,6 +148,8 @@ def test_what_cannot_teach_is_refused_in_one_line(tmp_path):
     assert "has no effect with actor_rollout_ref.actor.teacher.path=null" in refused(f"{TEACHER}.coef=2.0")
     assert "asks no teacher" in refused(f"{MODEL}.algorithm=awm", same)
     assert f"set {TEACHER}.path to the folder" in refused(f"{MODEL}.algorithm=opd_forward")
+    offline = "algorithm.sample_source=offline"
+    assert "of the student's own images" in refused(f"{MODEL}.algorithm=opd_forward", same, offline)
     other = tmp_path / "other"
     shutil.copytree(tiny_checkpoint(), other)
     scheduler = other / "scheduler/scheduler_config.json"

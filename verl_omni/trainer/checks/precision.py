@@ -2,9 +2,10 @@
 
 import torch
 
-from verl_omni.algorithms.registry import get_algorithm
+from verl_omni.algorithms.registry import get_algorithm, get_diffusion_loss_fn
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.workers.engine.fp8 import refuse_old_gpu
+from verl_omni.workers.engine.registry import engine_class as training_engine
 from verl_omni.workers.losses import build_loss_function
 from verl_omni.workers.rollout import engine_class
 
@@ -65,8 +66,15 @@ def _check_reference(settings: DiffusionTrainerConfig) -> None:
             f"{where} needs old means of the training graph: leave {ARR}.actor.old_log_probs=rollout (or "
             "algorithm.rollout_correction.bypass_mode) out"
         )
-    if arr.actor.fsdp_config.ulysses_sequence_parallel_size > 1:
+    loss = arr.actor.diffusion_loss.loss_mode
+    if "log_probs" not in get_diffusion_loss_fn(loss).required_model_output_keys:
         raise ValueError(
-            f"{where} is for ranks that compute whole samples: leave it out, or set "
-            f"{ARR}.actor.fsdp_config.ulysses_sequence_parallel_size=1"
+            f'{where} needs old means of the training graph, and loss "{loss}", which has no ratio, asks for none: '
+            "leave it out"
+        )
+    trains = training_engine(arr.actor.strategy)
+    if trains.cuts_samples(trains.settings(arr.actor)):
+        raise ValueError(
+            f"{where} is for ranks that compute whole samples: leave it out, or "
+            f"{ARR}.actor.fsdp_config.ulysses_sequence_parallel_size (veomni_config.ulysses_parallel_size)"
         )

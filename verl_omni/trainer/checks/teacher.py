@@ -30,6 +30,11 @@ def check_teacher(settings: DiffusionTrainerConfig) -> None:
         )
     if alone and teacher.path is None:
         raise ValueError(f'loss "{loss}" learns from a teacher: set {WHERE}.path to the folder of its weights')
+    if alone and settings.algorithm.sample_source == "offline":
+        raise ValueError(
+            f'algorithm.sample_source=offline: loss "{loss}" asks a teacher of the student\'s own images, and cached '
+            "pairs have none; leave it out"
+        )
     if alone and teacher.coef is not None:
         raise ValueError(f'{WHERE}.coef={teacher.coef} has no effect: loss "{loss}" has no other term; leave it out')
     if not isinstance(teacher.path, str | None) and not (isinstance(teacher.path, Mapping) and teacher.path):
