@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from tiny_models import tiny_checkpoint
 
 from verl_omni.cli import export, sample
+from verl_omni.cli.painter import Painter
 from verl_omni.cli.trained import LORA_FILE, find_weights
 
 
@@ -116,3 +118,14 @@ def test_mistakes_are_one_line(tiny_run, tmp_path, monkeypatch, command, argumen
     names = {"run": tiny_run, "here": tmp_path, "model": tiny_checkpoint()}
     said = run(command, monkeypatch, *(argument.format(**names) for argument in arguments))
     assert said.startswith("error: ") and line in said and "\n" not in said
+
+
+def test_images_and_the_architecture_that_a_run_was_told(tmp_path):
+    """A folder of Wan2.2-TI2V names the pipeline without images: a run that was told another draws as that."""
+    model = tiny_checkpoint("WanPipeline")
+    plain = Painter(find_weights(model), {"height": 32, "width": 32, "num_frames": 5}, "cpu")
+    with pytest.raises(ValueError, match="WanPipeline draws from prompts alone"):
+        plain.draw(["a cat"], [0], images=[[Image.new("RGB", (8, 8))]])
+    told = {"actor_rollout_ref.model.architecture": "WanImageToVideoPipeline"}
+    weights = SimpleNamespace(model=model, setting=lambda name, default=None: told.get(name, default))
+    assert plain._model_config(weights, {}).architecture == "WanImageToVideoPipeline"

@@ -364,6 +364,10 @@ def test_an_engine_that_fails_fails_one_request(server, monkeypatch):
         answer = post(server, prompt=PROMPT)
         assert (answer.status_code, said(answer)) == (500, "ZeroDivisionError: division by zero")
     assert post(server, prompt=PROMPT).status_code == 200
+    with monkeypatch.context() as broken:  # or a codec
+        broken.setattr(image_http, "as_json", lambda response: 1 / 0)
+        answer = post(server, prompt=PROMPT)
+        assert (answer.status_code, said(answer)) == (500, "ZeroDivisionError: division by zero")
 
 
 # ---- training ------------------------------------------------------------------------------------------

@@ -52,7 +52,8 @@ class Painter:
         algo = DiffusionRolloutAlgoConfig(
             noise_level=0.0, sde_type=weights.setting("actor_rollout_ref.rollout.algo.sde_type", "ode")
         )
-        config = DiffusionModelConfig(path=str(weights.model), pipeline=pipeline, algo=algo)
+        named = weights.setting("actor_rollout_ref.model.architecture")  # the folder may name another, as Wan2.2-TI2V's
+        config = DiffusionModelConfig(path=str(weights.model), architecture=named, pipeline=pipeline, algo=algo)
         check_model_folder(config)
         adapter = DiffusionModelBase.get_class(config)
         whose = f"the pipeline defaults of {adapter.__name__}"
@@ -70,6 +71,10 @@ class Painter:
         requests = []
         for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
             shown = images[i] if images else None
+            if shown and not self.adapter.images_of_a_prompt(self.config)[1]:
+                raise ValueError(
+                    f"{self.config.architecture} draws from prompts alone, and a prompt has images: leave them out"
+                )
             negative = (negatives[i] if negatives else "") or size.negative_prompt
             limit = size.max_sequence_length
             ids = self.adapter.tokenize(self.tokenizers, prompt, limit, shown)
