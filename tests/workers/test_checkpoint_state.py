@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_checkpoint
 
 from verl_omni.workers.engine import checkpoint_io
+from verl_omni.workers.engine import export as export_module
 from verl_omni.workers.engine.export import LORA_FILE, export, order_metadata
 
 
@@ -253,3 +254,18 @@ def test_any_order_of_the_metadata_becomes_one(tmp_path):
     assert len({(tmp_path / str(i)).read_bytes() for i in range(8)}) == 1
     with safe_open(tmp_path / "0", "pt") as file:
         assert file.metadata() == said and file.get_tensor("x").tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_rank_that_cannot_write_its_export_gathers_on_for_the_others(tmp_path, monkeypatch):
+    engine, gathered = engine_with(lora=False), []
+    monkeypatch.setattr(export_module, "FILE_BYTES", 20_000)
+    monkeypatch.setattr(export_module, "gathered", lambda tensor: gathered.append(tensor) or tensor)
+
+    def full(tensors, path):
+        raise OSError(errno.ENOSPC, f"No space left on device: {len(gathered)}")
+
+    monkeypatch.setattr(export_module, "_write_file", full)
+    with pytest.raises(OSError) as told:
+        export(engine, str(tmp_path / "export"))
+    assert len(gathered) == len(engine.parameters)
+    assert 0 < int(told.value.strerror.split(": ")[1]) < len(gathered), "the first error"

@@ -74,6 +74,8 @@ def save(engine: HasState, path: str) -> Writing | None:
         writer = ThreadPoolExecutor(1, thread_name_prefix="export")
         parts += export(engine, os.path.join(path, "export"), writer.submit)
         writer.shutdown(wait=False)
+    if set(contents) - {"export"}:  # after all that ranks do together: an error of one would leave the others waiting
+        _write_notes(engine, os.path.join(path, STATE))
     return Writing(parts) if behind else None
 
 
@@ -121,6 +123,10 @@ def _save_state(engine: HasState, contents: list[str], folder: str, behind: bool
         else:
             left = []
             dcp.save(tensors, storage_writer=writer)
+    return left
+
+
+def _write_notes(engine: HasState, folder: str) -> None:
     if dist.get_rank() == 0:
         os.makedirs(folder, exist_ok=True)
         notes = {
@@ -130,7 +136,6 @@ def _save_state(engine: HasState, contents: list[str], folder: str, behind: bool
             "moments": {name: sorted(engine.optimizer.state[p]) for name, p in _updated(engine).items()},
         }
         Path(folder, ENGINE).write_text(json.dumps(notes))
-    return left
 
 
 @functools.cache

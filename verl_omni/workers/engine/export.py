@@ -2,9 +2,10 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent import futures
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -42,7 +43,6 @@ def export(engine: HasWeights, folder: str, submit: Callable[..., Future] | None
     files upon it, of which it gives a future each.
     """
     with engine.policy("ema" if engine.ema_decay else "current"):
-        os.makedirs(folder, exist_ok=True)
         if engine.model_config.lora_rank > 0:
             _write_lora(engine, folder)
             return []
@@ -66,6 +66,7 @@ def _write_lora(engine: HasWeights, folder: str) -> None:
     states = {name: get_model_state_dict(part, options=options) for name, part in engine.parts.items()}
     if dist.get_rank() != 0:
         return
+    os.makedirs(folder, exist_ok=True)
     for name, state in states.items():
         # peft puts the adapter's name into the key; diffusers' files do not have it. Buffers are the base model's.
         lora = {k.replace(".default.", "."): v.contiguous() for k, v in state.items() if ".lora_" in k}
@@ -95,30 +96,48 @@ def order_metadata(path: str) -> None:
 
 
 def _write_full(engine: HasWeights, folder: str, submit: Callable[..., Future] | None) -> list[Future]:
-    """By all ranks, a file each at a time: none holds more than its part of the model and the file that it writes."""
+    """By all ranks, a file each at a time: none holds more than its part of the model and the file that it writes.
+
+    One that cannot write goes on gathering, which the others wait for.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    left = []
+    left: list[Future] = []
+    errors: list[Exception] = []
     for name, part in engine.parts.items():
         target = os.path.join(folder, name)
-        os.makedirs(target, exist_ok=True)
         state = get_model_state_dict(part, options=StateDictOptions(ignore_frozen_params=True))  # each rank's own part
         files = files_of(state, FILE_BYTES)
-        if rank == 0:
-            _write_heads(part, state, files, target)
+        with _kept(errors):
+            os.makedirs(target, exist_ok=True)
+            if rank == 0:
+                _write_heads(part, state, files, target)
         for first in range(0, len(files), ranks):  # a file for each rank: they write at the same time
             mine: dict[str, torch.Tensor] = {}
             for number, keys in enumerate(list(files.values())[first : first + ranks]):
                 for key in keys:  # all ranks gather it, and one of them keeps a copy
                     whole = gathered(state[key])
-                    if number == rank:
+                    if number == rank and not errors:
                         mine[key] = whole.detach().to("cpu", copy=True).contiguous()
             if mine:
                 path = os.path.join(target, list(files)[first + rank])
-                if submit is None:
-                    _write_file(mine, path)
-                else:
-                    left.append(submit(_write_file, mine, path))
+                with _kept(errors):
+                    if submit is None:
+                        _write_file(mine, path)
+                    else:
+                        left.append(submit(_write_file, mine, path))
+    if errors:
+        futures.wait(left)  # nothing is written behind an error
+        raise errors[0]
     return left
+
+
+@contextmanager
+def _kept(errors: list[Exception]) -> Iterator[None]:
+    """For the end."""
+    try:
+        yield
+    except Exception as error:
+        errors.append(error)
 
 
 def _write_otherwise(engine: HasWeights, folder: str) -> None:
@@ -126,6 +145,7 @@ def _write_otherwise(engine: HasWeights, folder: str) -> None:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
     states = {name: get_model_state_dict(part, options=options) for name, part in engine.parts.items()}
     if dist.get_rank() == 0:
+        os.makedirs(folder, exist_ok=True)
         for name, state in states.items():
             engine.adapter.write_part(engine.model_config, engine.parts[name], state, os.path.join(folder, name))
         share(folder)
