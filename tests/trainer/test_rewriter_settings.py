@@ -8,6 +8,7 @@ from tiny_language_model import REWRITER, rewriting
 from tiny_models import tiny_checkpoint
 
 OWN = rewriting()[:1]
+OLD = "actor_rollout_ref.actor.old_log_probs=recompute"
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,10 @@ OWN = rewriting()[:1]
         ([*OWN, f"{REWRITER}.format_reward=2"], "has no effect with actor_rollout_ref.rewriter.format=null"),
         ([*OWN, f"{REWRITER}.train=rewriter", "actor_rollout_ref.actor.use_kl_loss=true"], "use_kl_loss=True has no"),
         ([*OWN, "actor_rollout_ref.model.path=null", f"{REWRITER}.train=generator"], "there is no generator, as"),
+        ([*OWN, f"{REWRITER}.train=rewriter", OLD], "recompute is a pass over the generator, which stays as it is"),
+        ([*OWN, "actor_rollout_ref.model.path=null", OLD], "recompute is a pass over the generator"),
+        ([*OWN, f"{REWRITER}.train=generator", f"{REWRITER}.lr=0.1"], "lr=0.1 has no effect with .*train=generator"),
+        ([*OWN, f"{REWRITER}.train=generator", f"{REWRITER}.loss=gspo"], "loss=gspo has no effect with"),
         ([*OWN, f"{REWRITER}.top_p=1.5"], "expected above 0, at most 1"),
     ],
 )

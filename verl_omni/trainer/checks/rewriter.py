@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from verl_omni.config import RewriterConfig
 from verl_omni.config.knob import typed
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.utils.hub import model_folder
@@ -24,10 +25,10 @@ def check_rewriter(settings: DiffusionTrainerConfig) -> None:
             re.compile(rewriter.format)
         except re.error as error:
             raise ValueError(f'{WHERE}.format="{rewriter.format}" is no regular expression: {error}') from None
-    _check_what_learns(settings)
     for setting, value, wanted, why in _not_yet(settings):
         if value != wanted:
             raise ValueError(f"{setting}={value}: {why}; set {setting}={typed(wanted)}, or leave {WHERE}.path out")
+    _check_what_learns(settings)
 
 
 def _check_folder(path: str) -> None:
@@ -52,7 +53,7 @@ def _check_folder(path: str) -> None:
 
 
 def _check_what_learns(settings: DiffusionTrainerConfig) -> None:
-    """Passes over a generator that does not learn would be for nothing."""
+    """Passes over a generator that does not learn would be for nothing, and so is how a rewriter would learn."""
     rewriter, actor = settings.actor_rollout_ref.rewriter, settings.actor_rollout_ref.actor
     if rewriter.train == "rewriter":
         asked = {"use_kl_loss": actor.use_kl_loss, "ema_decay": actor.ema_decay, "teacher.path": actor.teacher.path}
@@ -61,6 +62,19 @@ def _check_what_learns(settings: DiffusionTrainerConfig) -> None:
                 raise ValueError(
                     f"actor_rollout_ref.actor.{name}={value} has no effect with {WHERE}.train=rewriter, where the "
                     "generator stays as it is: leave it out"
+                )
+        if actor.old_log_probs == "recompute":
+            raise ValueError(
+                f"actor_rollout_ref.actor.old_log_probs=recompute is a pass over the generator, which stays as it is "
+                f"with {WHERE}.train=rewriter: leave it out, or set train, which is one over the texts"
+            )
+    if rewriter.train == "generator":
+        for name in ("loss", "clip_ratio", "lr", "micro_batch_size_per_gpu"):
+            value = getattr(rewriter, name)
+            if value != getattr(RewriterConfig, name):
+                raise ValueError(
+                    f"{WHERE}.{name}={value} has no effect with {WHERE}.train=generator, where the rewriter stays as "
+                    "it is: leave it out"
                 )
 
 
