@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,12 +14,12 @@ from tiny_models import tiny_checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from verl_omni.cli import plan
-from verl_omni.config import CheckpointConfig, DiffusionModelConfig, FSDPConfig, OptimizerConfig
+from verl_omni.config import CheckpointConfig, DiffusionActorConfig, DiffusionModelConfig, FSDPConfig, OptimizerConfig
 from verl_omni.perf.rates import rates
 from verl_omni.trainer.checks.preparation import prepare_config
 from verl_omni.trainer.forecast.forecast import forecast
 from verl_omni.trainer.forecast.model import ModelCosts
-from verl_omni.trainer.forecast.stages import optimizer_ratio
+from verl_omni.trainer.forecast.stages import RankMemory, not_counted, optimizer_ratio
 from verl_omni.trainer.forecast.tables import text
 from verl_omni.trainer.forecast.weights import weights_of
 from verl_omni.workers.engine.fsdp.diffusers_impl import DiffusersFSDPEngine
@@ -169,3 +170,33 @@ def test_the_command_takes_the_arguments_of_train(tmp_path):
     command = [sys.executable, "-m", "verl_omni.cli.main", "plan", *given, "--memory", "80"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "| update |" in done.stdout and "s a step" in done.stdout, done.stderr
+
+
+def test_what_the_plan_does_not_know_it_says(tmp_path):
+    def asked(*more: str) -> list[str]:
+        return not_counted(OmegaConf.to_object(composed(*overrides_of(tmp_path, tiny_checkpoint(), *more))))
+
+    assert asked() == []
+    assert asked("actor_rollout_ref.rewriter.path=x") == ["the rewriter"]
+    (line,) = asked("actor_rollout_ref.rollout.precision=fp8")
+    assert line.startswith("8-bit copies")
+    assert asked(f"{ACTOR}.strategy=veomni")[0].startswith("VeOmni's own kernels")
+    assert "while training goes on" in asked(f"{ACTOR}.checkpoint.async_save=true")[0]
+
+
+@pytest.mark.parametrize(
+    ("lora", "behind", "ranks", "expected"),
+    [
+        (0, False, 8, {"exported files of a rank": 10e9}),
+        (0, True, 2, {"exported files of a rank": 20e9, "a rank's copy of its state (async_save)": 16e9 * 3}),
+        (4, False, 8, {"the adapter, whole, on the first rank": 32e9}),
+    ],
+)
+def test_what_a_checkpoint_holds_in_the_hosts_memory(lora, behind, ranks, expected):
+    """Of 32 GB that ranks share: all weights go out in files of 10 GB, of a rank one at a time unless it trains on."""
+    rank = object.__new__(type("Alone", (RankMemory,), {"share": {}, "held": {}}))
+    rank.actor = DiffusionActorConfig(checkpoint=CheckpointConfig(async_save=behind))
+    rank.model, rank.amounts = SimpleNamespace(lora_rank=lora), SimpleNamespace(copies=0)
+    rank.weights = SimpleNamespace(trained_bytes=lambda parts=1: 32e9 / parts, largest=0)
+    rank.parts, rank.layout = ranks, SimpleNamespace(world=ranks, is_spread=True)
+    assert rank.checkpoint().host == expected

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_omni.perf.rates import MEMORY, rates
+from verl_omni.pipelines.causal_lm import CAUSAL_LM
 from verl_omni.trainer.checks.preparation import prepare_config
 from verl_omni.trainer.forecast.knobs import Help, helps
 from verl_omni.trainer.forecast.model import ModelCosts
@@ -53,6 +54,8 @@ def forecast(
             share_out(config, gpus)
     config = prepare_config(config)
     settings = OmegaConf.to_object(config)
+    if settings.actor_rollout_ref.model.architecture == CAUSAL_LM:
+        raise ValueError("`plan` reckons with a generator, and actor_rollout_ref.model.path names none")
     layout = layout_of(settings)
     card_rates = rates(gpu, settings.actor_rollout_ref.model.architecture)
     card = Card(card_rates, (memory or MEMORY[gpu.lower()]) * GIB)

@@ -11,6 +11,7 @@ from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.pipelines.drawing import equal_parts
 from verl_omni.trainer.forecast.amounts import Amounts
 from verl_omni.trainer.forecast.model import ModelCosts, compiles
+from verl_omni.workers.engine.export import FILE_BYTES
 from verl_omni.workers.engine.optimizer import build_optimizer
 from verl_omni.workers.layout import Layout
 from verl_omni.workers.transfer.weights import BUCKET_BYTES
@@ -105,7 +106,9 @@ class RankMemory:
         """What FSDP2 gathers while blocks run one after the other."""
         if not self.layout.is_spread:
             return {}
-        whole = not self.actor.fsdp_config.reshard_after_forward
+        veomni = self.actor.strategy == "veomni"
+        frees = self.actor.veomni_config.enable_full_shard if veomni else self.actor.fsdp_config.reshard_after_forward
+        whole = not frees
         blocks = self.weights.numel * self.itemsize if whole else self._passing
         return {"gathered blocks": blocks}
 
@@ -187,10 +190,18 @@ class RankMemory:
         return self.weights.largest_block(self.itemsize, trained=True) + self.weights.largest_block(4, trained=True)
 
     def checkpoint(self) -> Stage:
-        contents = self.actor.checkpoint.save_contents
-        host = {}
-        if "export" in contents:
-            host["exported weights, whole, on the first rank"] = self.weights.trained_bytes()
+        contents, behind = self.actor.checkpoint.save_contents, self.actor.checkpoint.async_save
+        trained, own, host = self.weights.trained_bytes(), self.weights.trained_bytes(self.parts), {}
+        if "export" in contents and self.model.lora_rank:
+            host["the adapter, whole, on the first rank"] = trained
+        elif "export" in contents:
+            files = math.ceil(trained / FILE_BYTES)
+            held = math.ceil(files / self.layout.world) if behind else 1
+            host["exported files of a rank"] = min(trained, held * FILE_BYTES)
+        if behind:
+            copied = own * (1 + self.amounts.copies) if "model" in contents else 0
+            copied += own * optimizer_ratio(self.actor.optim) if "optimizer" in contents else 0
+            host["a rank's copy of its state (async_save)"] = copied
         device = self.share | self.held
         if self.layout.is_spread and "export" in contents:
             device = device | {"one tensor, whole": self.weights.largest}
@@ -202,6 +213,19 @@ class RankMemory:
         found = trained * (1 + self.amounts.copies) if "model" in contents else 0
         found += trained * optimizer_ratio(self.actor.optim) if "optimizer" in contents else 0
         return found + (trained if "export" in contents else 0)
+
+
+def not_counted(settings: DiffusionTrainerConfig) -> list[str]:
+    """What these settings ask for, and nothing here knows the memory or the seconds of."""
+    arr = settings.actor_rollout_ref
+    found = {
+        "the rewriter": arr.rewriter.path is not None,
+        "8-bit copies of weights, and what 8 bits save": {arr.rollout.precision, arr.rollout.pool.precision} != {None},
+        "the pool that images are chosen from": arr.rollout.pool.size is not None,
+        "VeOmni's own kernels, and other ways to share out": arr.actor.strategy == "veomni",
+        "the seconds of what is written while training goes on": arr.actor.checkpoint.async_save,
+    }
+    return [what for what, asked in found.items() if asked]
 
 
 class ServerMemory:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from verl_omni.perf.rates import USABLE
 from verl_omni.trainer.forecast.forecast import Forecast
-from verl_omni.trainer.forecast.stages import GIB, RankMemory, Stage
+from verl_omni.trainer.forecast.stages import GIB, RankMemory, Stage, not_counted
 from verl_omni.trainer.forecast.ways import Way
 
 SHOWN = 8  # ways
@@ -42,6 +42,8 @@ def lines(forecast: Forecast) -> Iterator[str]:
     yield ""
     yield f"About {way.seconds:.1f} s a step, {amounts.images / way.seconds:.2f} images/s, without the rewards."
     yield f"Rates: {forecast.card.rates.where}."
+    if missing := not_counted(forecast.ways.settings):
+        yield f"Not counted: {'; '.join(missing)}."
     rank = RankMemory(costs, forecast.ways.settings, amounts, forecast.layout, forecast.card.memory)
     yield f"A checkpoint: {rank.checkpoint_bytes() / GIB:.1f} GiB on disk."
     for stage in way.stages:
@@ -54,7 +56,7 @@ def lines(forecast: Forecast) -> Iterator[str]:
             yield f"  {help.peak / GIB:6.1f} GiB{'  fits' if help.fits else '      '}  {help.typed}"
         if not found:
             yield "  no setting: share the model between more GPUs (--gpus)"
-    if forecast.gpus > 1:
+    if forecast.gpus > 1 and forecast.ways.settings.actor_rollout_ref.actor.strategy != "veomni":
         yield ""
         yield from other_ways(forecast)
 
