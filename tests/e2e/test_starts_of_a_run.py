@@ -34,6 +34,9 @@ class Workers:
         state.mkdir()
         (state / "tensors.safetensors").write_text(f"of step {step}")
 
+    def checkpoint_written(self, wait):
+        return [True]
+
     def load_checkpoint(self, folder):
         self.loaded = folder
 

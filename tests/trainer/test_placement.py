@@ -131,7 +131,7 @@ def test_every_process_gets_its_place(cluster, monkeypatch):
             name: [somebody.options(**place).remote() for place in placement.options(name)]
             for name in (SERVERS, JUDGE, scorer_pool("ocr"), scorer_pool("pickscore"))
         }
-        found = {name: ray.get([one.where.remote() for one in those], timeout=60) for name, those in others.items()}
+        found = {name: ray.get([one.where.remote() for one in those], timeout=240) for name, those in others.items()}
         nodes = [node for node, _ in training]
         assert len(set(nodes)) == 2 and nodes[0] == nodes[1] and nodes[2] == nodes[3]
         assert len({node for node, _ in found[SERVERS]}) == 2

@@ -131,6 +131,7 @@ def test_every_number_and_every_name_says_what_it_may_be():
         f"{ROLLOUT}.http.token_file",
         "algorithm.rollout_correction.rollout_rs", "algorithm.filter_groups.metric", f"{ACTOR}.teacher.path",
         f"{ACTOR}.engine.fp8_modules",
+        *(f"actor_rollout_ref.rewriter.{name}" for name in ("path", "system", "template", "format", "format_reward")),
     }  # fmt: skip
     types = {name: kind for name, kind in field_types(schema.DiffusionTrainerConfig)}
     without = {k.name for k in walk(schema.DiffusionTrainerConfig) if not k.range.bounds() and k.range.choices is None}

@@ -53,6 +53,9 @@ class Loop(BaseRayDiffusionTrainer):
     def save_checkpoint(self, last: bool = False) -> None:
         self.saved.append(self.global_step)
 
+    def see_to_checkpoint(self) -> None:
+        """None is written while training goes on."""
+
     def train(self) -> None:
         self._train(SimpleNamespace(log=lambda metrics, step: self.logged.append(step)))
 
