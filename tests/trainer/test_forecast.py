@@ -130,6 +130,7 @@ def test_activations_are_those_that_autograd_keeps(architecture, lora, monkeypat
     assert 0.5 * said.forward < kept.backward - said.backward <= said.forward  # blocks once more, but for their ends
 
 
+@pytest.mark.slow
 def test_a_compiled_block_keeps_less_and_computes_the_same(tmp_path):
     costs = costs_of(tmp_path, "QwenImagePipeline", f"{MODEL}.lora_rank=4")
     written, parted = (costs.passes.training(8, checkpointing=False, compiled=c) for c in (False, True))

@@ -77,8 +77,9 @@ def test_a_model_with_an_adapter_is_accepted(there, tmp_path):
     checked(model="Flux2Pipeline")
     Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "a cat", "images": [str(tmp_path / "a.png")]}) + "\n")
-    rows = [f"data.train_files={tmp_path / 'a.jsonl'}", "data.train_batch_size=1", "data.val_files=null", "reward.scorers=[{name: jpeg_compressibility}]"]
-    checked(*rows, f"{A}actor.ppo_mini_batch_size=1", model="QwenImageEditPlusPipeline")
+    rows = [f"data.train_files={tmp_path / 'a.jsonl'}", "data.train_batch_size=1", "data.val_files=null"]
+    one = [f"{A}actor.ppo_mini_batch_size=1", "reward.scorers=[{name: jpeg_compressibility}]"]
+    checked(*rows, *one, model="QwenImageEditPlusPipeline")
 
 
 def test_a_model_without_an_adapter_names_those_that_have_one(there, monkeypatch):

@@ -56,6 +56,9 @@ class Loop(BaseRayDiffusionTrainer):
     def see_to_checkpoint(self) -> None:
         """None is written while training goes on."""
 
+    def _finish_saving(self) -> None:
+        pass
+
     def train(self) -> None:
         self._train(SimpleNamespace(log=lambda metrics, step: self.logged.append(step)))
 
