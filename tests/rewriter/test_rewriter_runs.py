@@ -67,8 +67,6 @@ def test_both_learn_and_a_resumed_run_is_the_same(tmp_path, monkeypatch):
 @pytest.mark.parametrize("train", ["rewriter", "generator"])
 def test_one_of_them_learns(tmp_path, monkeypatch, train):
     own = rewriting(f"{REWRITER}.train={train}", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
-    if train == "generator":  # how the rewriter learns is then nobody's business, and refused
-        own = [setting for setting in own if not setting.startswith((f"{REWRITER}.lr", f"{REWRITER}.micro"))]
     run_here(settings(tmp_path / "run", *own), tmp_path, monkeypatch)
     told = metrics(tmp_path / "run")[3]
     assert is_as_it_was(tmp_path / "run") == ((True, False) if train == "rewriter" else (False, True))

@@ -28,7 +28,7 @@ OLD = "actor_rollout_ref.actor.old_log_probs=recompute"
         ([*OWN, "actor_rollout_ref.model.path=null", f"{REWRITER}.train=generator"], "there is no generator, as"),
         ([*OWN, f"{REWRITER}.train=rewriter", OLD], "recompute is a pass over the generator, which stays as it is"),
         ([*OWN, "actor_rollout_ref.model.path=null", OLD], "recompute is a pass over the generator"),
-        ([*OWN, f"{REWRITER}.train=generator", f"{REWRITER}.lr=0.1"], "lr=0.1 has no effect with .*train=generator"),
+        ([*OWN, f"{REWRITER}.train=generator", f"{REWRITER}.clip_ratio=0.1"], "clip_ratio=0.1 has no effect"),
         ([*OWN, f"{REWRITER}.train=generator", f"{REWRITER}.loss=gspo"], "loss=gspo has no effect with"),
         ([*OWN, f"{REWRITER}.top_p=1.5"], "expected above 0, at most 1"),
     ],
