@@ -42,10 +42,13 @@ def fake_ranks():
     def join(ranks: int) -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
 
-    if dist.is_initialized():  # of tests before this one
+    shared = dist.is_initialized()  # the group of one process, which serves tests before and after this one
+    if shared:
         dist.destroy_process_group()
     yield join
     dist.destroy_process_group()
+    if shared:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 
 
 @pytest.mark.parametrize("lora", [0, 4])
