@@ -1,3 +1,4 @@
+import io
 import json
 import math
 import os
@@ -7,12 +8,12 @@ import time
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageSequence
 
 from verl_omni.report import tracker_pictures
 from verl_omni.report.tracking import AddedLines, Console, JsonLines, Tracking, read_metrics
 from verl_omni.utils.errors import RunError
-from verl_omni.utils.responses import Sound, write_response
+from verl_omni.utils.responses import Sound, VideoWithSound, write_response
 
 
 def lines(path):
@@ -223,7 +224,9 @@ def heard(tmp_path):
     folder = tmp_path / "run/validation/step_1"
     folder.mkdir(parents=True)
     write_response(Sound(torch.linspace(-1, 1, 80).expand(2, -1), 8000), folder / "00000")
-    (folder / "00001.mp4").write_bytes(b"\0\0\0\x18ftypmp42")
+    pytest.importorskip("av")
+    grey = (torch.arange(5)[:, None, None, None] * 50).expand(5, 3, 8, 16).to(torch.uint8)
+    write_response(VideoWithSound(grey, Sound(torch.zeros(1, 800), 8000), 8.0), folder / "00001")
     (folder / "00002.txt").write_text("words")
     rows = [
         {"index": i, "prompt": f"prompt {i}", "score": 0.5, "kind": kind, "file": f"0000{i}.{ending}"}
@@ -243,6 +246,10 @@ def test_tensorboard_plays_sounds(tmp_path, heard, monkeypatch, capsys):
     events.Reload()
     (sound,) = events.Audio("sounds/validation/00000")
     assert (sound.step, sound.sample_rate, sound.length_frames, sound.encoded_audio_string) == (1, 8000, 80, heard[0])
+    (video,) = events.Images("images/validation/00001")  # which has no place for an mp4 file
+    with Image.open(io.BytesIO(video.encoded_image_string)) as moving:
+        shown = [frame.convert("L").getpixel((3, 3)) for frame in ImageSequence.Iterator(moving)]
+    assert moving.format == "GIF" and shown == pytest.approx([0, 50, 100, 150, 200], abs=6)
 
 
 def test_wandb_has_sounds_and_videos_with_sound(tmp_path, heard, monkeypatch, capsys):

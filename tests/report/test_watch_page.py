@@ -13,8 +13,10 @@ import time
 
 import psutil
 import pytest
+import torch
 import uvicorn
 
+from verl_omni.agent_loop.outputs import written
 from verl_omni.report.report import write_report
 from verl_omni.report.watch_server import watch_app
 from verl_omni.report.watched_runs import WatchedFolder
@@ -74,6 +76,24 @@ def test_a_run_that_goes_on(browser, address, run_dir):
     (run_dir / "progress.json").write_text(json.dumps(RUNNING | {"over": 0, "time": time.time()}))
     page.wait_for_selector(".badge.finished")
     assert page.mistakes == []
+
+
+def test_videos_play_and_the_best_stands_beside_the_worst(browser, address, run_dir):
+    """As mp4 files, on both pages; a browser without the codec says so by an error."""
+    pytest.importorskip("av")
+    folder, rows = run_dir / "training/step_3", []
+    for side in ("best", "worst"):
+        told = written(torch.randint(0, 256, (9, 3, 32, 48), dtype=torch.uint8), folder / f"000_{side}")
+        score = float(side == "best")
+        rows.append({"index": 0, "prompt": "p", "score": score, "seed": 0, "reward_extra_info": {}} | told)
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for url, place in ((address, "#preferred .pair video"), (write_report(run_dir).as_uri(), ".pair video")):
+        page = open_page(browser, url)
+        page.wait_for_selector(place)
+        for video in page.locator(place).all():
+            told = video.evaluate("async v => { v.muted = true; await v.play(); return [v.videoWidth, v.duration]; }")
+            assert told == [48, pytest.approx(9 / 8)]
+        assert page.locator(place).count() == 2 and page.mistakes == []
 
 
 @pytest.mark.parametrize("width", [390, 1200])

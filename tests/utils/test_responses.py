@@ -12,9 +12,13 @@ import pytest
 import torch
 from PIL import Image
 
+from verl_omni.agent_loop.outputs import written
 from verl_omni.report.galleries import SHOWN, best_and_worst, read_samples
+from verl_omni.rewards.by_hand import open_pixels
+from verl_omni.rewards.reward_function import RewardError
 from verl_omni.trainer.checks.reward_trial import TRIED
 from verl_omni.utils import movies
+from verl_omni.utils.image_files import frames_in
 from verl_omni.utils.responses import GIVEN, KINDS, Sound, VideoWithSound, check_package, kind_of, write_response
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.image_http import as_json
@@ -76,8 +80,8 @@ def test_a_sound_that_is_none_is_never_written(tmp_path, samples, rate, said):
 
 
 def test_what_a_server_answers():
-    """Pictures as OpenAI has them; of others the kind too."""
-    assert as_json(ONES["image"]).keys() == as_json(ONES["video"]).keys() == {"b64_json"}
+    """Images as OpenAI has them; of others the kind too."""
+    assert as_json(ONES["image"]).keys() == {"b64_json"}
     assert Image.open(io.BytesIO(base64.b64decode(as_json(ONES["image"])["b64_json"]))).size == (6, 4)
     sound = as_json(RAMP)
     assert (sound["kind"], sound["format"]) == ("sound", "wav")
@@ -119,6 +123,53 @@ def test_an_mp4_file_has_the_frames_and_the_sound(tmp_path, rate):
     assert heard.shape[0] == 2 and heard.shape[1] / rate == pytest.approx(0.4, abs=0.06)
     middle = heard[0, heard.shape[1] // 4 : heard.shape[1] // 2]
     assert np.sqrt(np.square(middle).mean()) == pytest.approx(0.5 / math.sqrt(2), rel=0.15)
+
+
+RAMPED = (torch.arange(5)[:, None, None, None] * 50).expand(5, 3, 34, 48).to(torch.uint8)
+
+
+@pytest.mark.parametrize("pixels", [RAMPED, RAMPED / 255], ids=["bytes", "floats"])
+def test_a_video_is_an_mp4_file(tmp_path, pixels):
+    av = pytest.importorskip("av")
+    assert written(pixels, tmp_path / "one") == {"image": "one.mp4", "kind": "video"}
+    with av.open(str(tmp_path / "one.mp4")) as file:
+        assert not file.streams.audio and float(file.streams.video[0].average_rate) == 8
+        shown = np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)])
+    assert shown.shape == (5, 34, 48, 3) and np.abs(shown[:, 5, 5, 0] - np.arange(5) * 50.0).max() <= 3
+    answered = as_json(pixels)
+    assert (answered["kind"], answered["format"]) == ("video", "mp4")
+    assert base64.b64decode(answered["b64_json"])[4:8] == b"ftyp"
+    player = SHOWN["video"](tmp_path / "one.mp4", "step 1")
+    assert "<video " in player and 'poster="data:image/png' in player and "<polygon" not in player
+    opened = open_pixels(tmp_path / "one.mp4")  # as `verl-omni score` does
+    torch.testing.assert_close(opened, RAMPED / 255, atol=3 / 255, rtol=0)
+
+
+def test_without_the_package_that_writes_mp4_a_video_is_an_animation(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert written(RAMPED, tmp_path / "one") == {"image": "one.gif", "kind": "video"}
+    with Image.open(tmp_path / "one.gif") as moving:
+        assert (moving.n_frames, moving.info["duration"]) == (5, 120)  # in hundredths of a second
+    assert (as_json(RAMPED)["kind"], as_json(RAMPED)["format"]) == ("video", "gif")
+    assert SHOWN["video"](tmp_path / "one.gif", "step 1").startswith('<img alt="step 1" src="data:image/gif')
+    assert open_pixels(tmp_path / "one.gif").shape == (5, 3, 34, 48)
+    (tmp_path / "other.mp4").write_bytes(b"\0\0\0\x18ftypmp42")
+    with pytest.raises(RewardError, match=r"with the package av, .*: pip install 'verl-omni\[video\]'"):
+        open_pixels(tmp_path / "other.mp4")
+
+
+def test_a_video_that_is_cut_off_is_one_line(tmp_path):
+    pytest.importorskip("av")
+    write_response(RAMPED, tmp_path / "one")
+    (tmp_path / "half.mp4").write_bytes((tmp_path / "one.mp4").read_bytes()[:300])
+    with pytest.raises(ValueError, match="half.mp4 cannot be read as a video: [^\n]*$"):
+        list(frames_in(tmp_path / "half.mp4"))
+
+
+def test_a_video_with_nan_is_never_written(tmp_path):
+    with pytest.raises(ValueError, match="NaN or infinite pixels"):
+        write_response(RAMPED / torch.tensor(0.0), tmp_path / "x")
+    assert not list(tmp_path.iterdir())
 
 
 def test_odd_sides_are_written_too(tmp_path):

@@ -78,7 +78,7 @@ def written(response: Response, file: Path) -> dict[str, Any]:
     """Write a sample's file: what its line in samples.jsonl says of it."""
     kind, name = kind_of(response).name, write_response(response, file)
     if kind in ("image", "video"):
-        return {"image": name}
+        return {"image": name} | ({"kind": kind} if kind == "video" else {})
     return {"kind": kind, "file": name} | ({"text": response} if kind == "text" else {})
 
 

@@ -105,10 +105,10 @@ class Run:
 
     def _repr_html_(self) -> str:
         """In a notebook: what it is, and the images of the last validation."""
-        from verl_omni.report.pictures import data_uri
+        from verl_omni.report.pictures import picture_or_player
 
         tiles = "".join(
-            f'<figure style="display:inline-block;margin:4px;width:128px"><img width=128 src="{data_uri(path)}">'
+            f'<figure style="display:inline-block;margin:4px;width:128px">{picture_or_player(path, "", "width=128 ")}'
             f'<figcaption style="font-size:80%">{html.escape(prompt[:80])}</figcaption></figure>'
             for prompt, path in self._shown(None)[:12]
         )

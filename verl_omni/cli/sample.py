@@ -89,7 +89,9 @@ def write_grid(images: Sequence[Path], columns: int, out: Path) -> None:
     """All in one picture, so many in a row; of a video its first frame."""
     from PIL import Image
 
-    first = [Image.open(path).convert("RGB") for path in images]
+    from verl_omni.utils.image_files import frames_in
+
+    first = [next(frames_in(path)) for path in images]
     width, height = max(image.width for image in first), max(image.height for image in first)
     grid = Image.new("RGB", (columns * width, -(-len(first) // columns) * height), "white")
     for i, image in enumerate(first):

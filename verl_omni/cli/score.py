@@ -87,12 +87,9 @@ def _run(options: argparse.Namespace) -> int:
 
 def _size(samples: "list[Sample]") -> str:
     """As `prepare-pairs` is to be told it."""
-    from PIL import Image
+    from verl_omni.utils.image_files import frames_in
 
-    sizes = []
-    for sample in samples:
-        with Image.open(sample.image) as image:
-            sizes.append(image.size)
+    sizes = [next(frames_in(sample.image)).size for sample in samples]
     (width, height), others = sizes[0], set(sizes[1:])
     return f"--height {height} --width {width}" + (" --resize" if others - {sizes[0]} else "")
 

@@ -6,10 +6,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from PIL import UnidentifiedImageError
-
 from verl_omni.report.assets import asset
-from verl_omni.report.pictures import data_uri
+from verl_omni.report.pictures import picture_or_player
 from verl_omni.utils.readable import readable
 
 
@@ -47,19 +45,19 @@ def write_contact_sheet(out: Path, title: str, facts: str, tiles: Sequence[Tile]
 def _tile(tile: Tile) -> str:
     truth = "" if tile.ground_truth in (None, "") else f" <b>{escape(str(tile.ground_truth))}</b>"
     shots = "".join(
-        f'<div class="shot"><img alt="{escape(shot.name)}" src="{_source(shot.image)}"><span>{escape(shot.name)}</span>'
+        f'<div class="shot">{_shown(shot.image, escape(shot.name))}<span>{escape(shot.name)}</span>'
         f"{''.join(_answer(name, answer) for name, answer in shot.answers.items())}</div>"
         for shot in tile.shots
     )
     return f'<div class="pair"><div class="prompt">{escape(tile.prompt)}{truth}</div>{shots}</div>'
 
 
-def _source(image: Path) -> str:
-    """Nothing for a file that is no image: what is wrong with it is said beside it."""
+def _shown(image: Path, name: str) -> str:
+    """No picture for a file that is none: what is wrong with it is said beside it."""
     try:
-        return data_uri(image)
-    except UnidentifiedImageError:
-        return ""
+        return picture_or_player(image, name)
+    except ValueError:
+        return f'<img alt="{name}" src="">'
 
 
 def _answer(name: str, answer: Mapping[str, Any] | str) -> str:

@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from verl_omni.report.pictures import data_uri, movie_player, sound_player, text_in
+from verl_omni.report.pictures import movie_player, picture_or_player, sound_player, text_in
 from verl_omni.utils.json_files import read_lines
 from verl_omni.utils.readable import readable
 from verl_omni.utils.suggest import unknown
@@ -81,8 +81,8 @@ def _shot(sample: dict[str, Any], folder: Path, step: int, scores: Sequence[floa
 
 #: how a file of each kind is shown (`verl_omni.utils.responses.KINDS`)
 SHOWN: dict[str, Callable[[Path, str], str]] = {
-    "image": lambda path, alt: f'<img alt="{alt}" src="{data_uri(path)}">',
-    "video": lambda path, alt: f'<img alt="{alt}" src="{data_uri(path)}">',
+    "image": picture_or_player,
+    "video": picture_or_player,
     "sound": sound_player,
     "video with sound": movie_player,
     "text": lambda path, alt: f"<blockquote>{escape(text_in(path))}</blockquote>",
@@ -113,7 +113,7 @@ def read_samples(folder: Path) -> Iterable[dict[str, Any]]:
     """The rows of samples.jsonl, or one line for one that a run does not write."""
     rows = []
     for where, row in read_lines(folder / "samples.jsonl"):
-        file = "file" if "kind" in row else "image"
+        file = "file" if row.get("kind", "video") != "video" else "image"
         kinds = {"index": int, file: str, "score": float | int | None, "reward_extra_info": dict}
         for key, kind in kinds.items():
             if not isinstance(row.get(key, {} if kind is dict else None), kind):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from verl_omni.utils.image_files import opened_image
+from verl_omni.utils.movies import is_mp4
 from verl_omni.utils.regular_files import open_regular
 
 if TYPE_CHECKING:
@@ -25,6 +26,13 @@ def data_uri(path: Path) -> str:
         if image.format == "GIF":
             return "data:image/gif;base64," + base64.b64encode(path.read_bytes()).decode()
         return _thumbnail(image)
+
+
+def picture_or_player(path: Path, alt: str, more: str = "") -> str:
+    """An image, or a video as mp4 or animation; `more` are attributes, each with a space behind it."""
+    if path.suffix == ".mp4":
+        return movie_player(path, alt, more)
+    return f'<img {more}alt="{alt}" src="{data_uri(path)}">'
 
 
 def _thumbnail(image: "Image") -> str:
@@ -49,14 +57,14 @@ def sound_player(path: Path, alt: str) -> str:
     return f'{drawn}<audio controls aria-label="{alt}" src="data:audio/wav;base64,{data}"></audio>'
 
 
-def movie_player(path: Path, alt: str) -> str:
+def movie_player(path: Path, alt: str, more: str = "") -> str:
     """An mp4 file, which the page plays by itself, with a frame of its middle and below it the waveform of its sound.
 
     Both are left out where PyAV, which wrote the file, is not installed.
     """
     with open_regular(path) as file:
         content = file.read()
-    if content[4:8] != b"ftyp":
+    if not is_mp4(content):
         raise ValueError(f"{path} cannot be read as a video: it is no mp4 file")
     poster, drawn = "", ""
     if importlib.util.find_spec("av") is not None:
@@ -69,8 +77,8 @@ def movie_player(path: Path, alt: str) -> str:
         poster = f' poster="{_thumbnail(frame)}"'
         drawn = "" if samples is None else waveform(samples)
     data = base64.b64encode(content).decode()
-    shown = f'<video controls loop preload="metadata" aria-label="{alt}"{poster} src="data:video/mp4;base64,{data}">'
-    return f"{shown}</video>{drawn}"
+    told = f'controls loop preload="metadata" aria-label="{alt}"{poster}'
+    return f'<video {more}{told} src="data:video/mp4;base64,{data}"></video>{drawn}'
 
 
 def waveform(samples: np.ndarray, columns: int = 160, height: int = 40) -> str:

@@ -1,5 +1,6 @@
 """A run's images and videos in the trackers that people look at, each by its own library."""
 
+import importlib.util
 import wave
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from verl_omni.report.galleries import file_of, read_samples
-from verl_omni.utils.image_files import opened_image
+from verl_omni.utils.image_files import frames_in, opened_image
+from verl_omni.utils.pictures import animation
 from verl_omni.utils.readable import readable
 
 MOST = 16  # of a step: trackers keep all of them for ever
@@ -52,13 +54,12 @@ def to_wandb(wandb: Any, pictures: Sequence[Picture], step: int) -> None:
 
 
 def to_tensorboard(adapter: Any, pictures: Sequence[Picture], step: int) -> None:
-    """The files as they are: TensorBoard shows a GIF as an animation, and plays a wav. It has no place for an mp4."""
+    """The files as they are: TensorBoard shows a GIF as an animation, and plays a wav. It has no place for an mp4: its
+    frames are a GIF, where PyAV can read them."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     for one in pictures:
         adapter.writer.add_text(f"images/{one.name}", one.caption, step)
-        if one.file.suffix == ".mp4":
-            continue
         if one.sounds:
             with wave.open(str(one.file)) as sound:
                 rate, channels, count = sound.getframerate(), sound.getnchannels(), sound.getnframes()
@@ -72,9 +73,13 @@ def to_tensorboard(adapter: Any, pictures: Sequence[Picture], step: int) -> None
             value = Summary.Value(tag=f"sounds/{one.name}", audio=encoded)
             adapter.writer.file_writer.add_summary(Summary(value=[value]), step)
             continue
-        with opened_image(one.file) as image:
+        is_mp4 = one.file.suffix == ".mp4"
+        if is_mp4 and importlib.util.find_spec("av") is None:
+            continue
+        content = animation(list(frames_in(one.file))) if is_mp4 else one.file.read_bytes()
+        with opened_image(content) as image:
             width, height = image.size
-        encoded = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=one.file.read_bytes())
+        encoded = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=content)
         value = Summary.Value(tag=f"images/{one.name}", image=encoded)
         adapter.writer.file_writer.add_summary(Summary(value=[value]), step)
 

@@ -12,10 +12,10 @@ from verl_omni.rewards.choice import Choice, combine, weighted
 from verl_omni.rewards.registry import reads
 from verl_omni.rewards.reward_function import RewardError, RewardFunction
 from verl_omni.rewards.scoring import Scoring
-from verl_omni.utils.image_files import opened_image
+from verl_omni.utils.image_files import frames_in
 from verl_omni.utils.json_files import read_lines
 
-IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4")
 
 
 @dataclass
@@ -146,14 +146,12 @@ def score(
 
 
 def open_pixels(path: Path) -> Any:
-    """An image as floats in [0, 1], (3, H, W), an animation as (F, 3, H, W)."""
+    """An image as floats in [0, 1], (3, H, W), an animation or a video as (F, 3, H, W)."""
     import numpy as np
     import torch
-    from PIL import ImageSequence
 
     try:
-        with opened_image(path) as image:
-            frames = [np.array(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)]
+        frames = [np.array(frame) for frame in frames_in(path)]
     except (OSError, ValueError) as error:
         raise RewardError(str(error)) from error
     pixels = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2).float() / 255

@@ -3,6 +3,7 @@
 import collections
 import io
 import itertools
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -16,28 +17,45 @@ MOST_FRAMES, MOST_PIXELS, MOST_SAMPLES = 2000, 2**26, 600 * RATE
 LAYOUTS = {1: "mono", 2: "stereo"}
 
 
-def mp4_file(frames: "torch.Tensor", frame_rate: float, audio: "torch.Tensor", sample_rate: int) -> bytes:
+def mp4_file(
+    frames: "torch.Tensor", frame_rate: float, audio: "torch.Tensor | None" = None, sample_rate: int = RATE
+) -> bytes:
     """`frames` are uint8, F x C x H x W, `audio` floats in [-1, 1], channels x time: one or two of them."""
     import av
 
-    if len(audio) not in LAYOUTS:
+    if audio is not None and len(audio) not in LAYOUTS:
         raise ValueError(f"a sound of {len(audio)} channels: a video is written with one or two")
     file = io.BytesIO()
     pixels = _even(frames).permute(0, 2, 3, 1).contiguous().numpy()
     with av.open(file, "w", format="mp4") as out:
         picture = out.add_stream("libx264", rate=Fraction(frame_rate).limit_denominator(1001), options={"crf": "18"})
         picture.height, picture.width, picture.pix_fmt = *pixels.shape[1:3], "yuv420p"
-        layout = LAYOUTS[len(audio)]
-        sound = out.add_stream("aac", rate=RATE, layout=layout)
+        sound = None if audio is None else out.add_stream("aac", rate=RATE, layout=LAYOUTS[len(audio)])
         for frame in pixels:
             out.mux(picture.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         out.mux(picture.encode())
-        wave = audio.float().clamp(-1, 1).contiguous().numpy()
-        heard = av.AudioFrame.from_ndarray(wave, format="fltp", layout=layout)
-        heard.sample_rate = sample_rate
-        out.mux(sound.encode(heard))
-        out.mux(sound.encode())
+        if sound is not None:
+            wave = audio.float().clamp(-1, 1).contiguous().numpy()
+            heard = av.AudioFrame.from_ndarray(wave, format="fltp", layout=LAYOUTS[len(audio)])
+            heard.sample_rate = sample_rate
+            out.mux(sound.encode(heard))
+            out.mux(sound.encode())
     return file.getvalue()
+
+
+def is_mp4(content: bytes) -> bool:
+    return content[4:8] == b"ftyp"
+
+
+def frames_of(content: bytes) -> Iterator[Any]:
+    """Of an mp4 file: its frames (PIL), one after another."""
+    import av
+
+    with av.open(io.BytesIO(content)) as file:
+        stream = file.streams.video[0]
+        _check_size(stream)
+        for frame in file.decode(stream):
+            yield frame.to_image()
 
 
 def poster_and_wave(content: bytes) -> tuple[Any, "np.ndarray | None"]:
@@ -47,11 +65,7 @@ def poster_and_wave(content: bytes) -> tuple[Any, "np.ndarray | None"]:
 
     with av.open(io.BytesIO(content)) as file:
         stream = file.streams.video[0]
-        if stream.width * stream.height > MOST_PIXELS or stream.frames > MOST_FRAMES:
-            raise ValueError(
-                f"{stream.frames} frames of {stream.width} x {stream.height}: expected at most {MOST_FRAMES} of "
-                f"{MOST_PIXELS} pixels"
-            )
+        _check_size(stream)
         last = collections.deque(itertools.islice(file.decode(stream), stream.frames // 2 + 1), maxlen=1)
         if not last:
             raise ValueError("it has no frames")
@@ -64,6 +78,14 @@ def poster_and_wave(content: bytes) -> tuple[Any, "np.ndarray | None"]:
             if count > MOST_SAMPLES:
                 raise ValueError(f"its sound has more than {MOST_SAMPLES} samples")
     return picture, np.concatenate(parts, axis=1) if parts else None
+
+
+def _check_size(stream: Any) -> None:
+    if stream.width * stream.height > MOST_PIXELS or stream.frames > MOST_FRAMES:
+        raise ValueError(
+            f"{stream.frames} frames of {stream.width} x {stream.height}: expected at most {MOST_FRAMES} of "
+            f"{MOST_PIXELS} pixels"
+        )
 
 
 def _even(frames: "torch.Tensor") -> "torch.Tensor":

@@ -1,9 +1,12 @@
 """Pixels as pictures: for rewards that look at them, and for people."""
 
+import importlib.util
 import io
 from typing import Any
 
 import torch
+
+FRAME_RATE = 8  # of files of videos: pixels alone do not say theirs
 
 
 def as_pil(image: torch.Tensor) -> Any:
@@ -12,17 +15,34 @@ def as_pil(image: torch.Tensor) -> Any:
 
     if image.ndim == 4:
         return [as_pil(frame) for frame in image]
-    if not image.isfinite().all():
+    return Image.fromarray(in_bytes(image).permute(1, 2, 0).contiguous().numpy())
+
+
+def in_bytes(pixels: torch.Tensor) -> torch.Tensor:
+    """In 256 steps, of floats in [0, 1] too."""
+    if not pixels.isfinite().all():
         raise ValueError("an image has NaN or infinite pixels: the model that drew it has diverged")
-    pixels = image if image.dtype == torch.uint8 else (image * 255).round().clamp(0, 255).to(torch.uint8)
-    return Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+    return pixels if pixels.dtype == torch.uint8 else (pixels * 255).round().clamp(0, 255).to(torch.uint8)
 
 
 def picture_file(pixels: torch.Tensor) -> tuple[bytes, str]:
-    """An image as a PNG file, a video as an animation: (what is in the file, the ending of its name)."""
-    picture, file = as_pil(pixels), io.BytesIO()
-    if isinstance(picture, list):
-        picture[0].save(file, "GIF", save_all=True, append_images=picture[1:], duration=125, loop=0)
-        return file.getvalue(), "gif"
-    picture.save(file, "PNG")
+    """An image as a PNG file: (what is in the file, the ending of its name)."""
+    file = io.BytesIO()
+    as_pil(pixels).save(file, "PNG")
     return file.getvalue(), "png"
+
+
+def video_file(frames: torch.Tensor) -> tuple[bytes, str]:
+    """A video as an mp4 file, or as an animation (GIF) where PyAV is not installed."""
+    if importlib.util.find_spec("av") is None:
+        return animation(as_pil(frames)), "gif"
+    from verl_omni.utils.movies import mp4_file
+
+    return mp4_file(in_bytes(frames), FRAME_RATE), "mp4"
+
+
+def animation(frames: list[Any]) -> bytes:
+    """Frames (PIL) as a GIF file."""
+    file = io.BytesIO()
+    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=1000 // FRAME_RATE, loop=0)
+    return file.getvalue()

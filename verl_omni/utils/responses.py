@@ -75,6 +75,12 @@ def _picture_file(pixels: "torch.Tensor") -> tuple[bytes, str]:
     return picture_file(pixels)
 
 
+def _video_file(pixels: "torch.Tensor") -> tuple[bytes, str]:
+    from verl_omni.utils.pictures import video_file
+
+    return video_file(pixels)
+
+
 def wav_file(sound: Sound) -> bytes:
     """16 bits a sample. What is beyond [-1, 1] is clipped; NaN is an error."""
     check_sound(sound)
@@ -127,7 +133,7 @@ KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
         Kind("image", "a tensor, channels x height x width", _pixels(3), _picture_file, PICTURE),
-        Kind("video", "a tensor, frames x channels x height x width", _pixels(4), _picture_file, VIDEO),
+        Kind("video", "a tensor, frames x channels x height x width", _pixels(4), _video_file, VIDEO),
         Kind(
             "sound",
             "a verl_omni.utils.responses.Sound",

@@ -141,7 +141,7 @@ function made(doc, sample, alt) {
   const src = source(doc, sample);
   if (sample.kind === "text") return h("blockquote", {}, sample.text);
   if (sample.kind === "sound") return h("audio", {src, controls: true, preload: "none", "aria-label": alt});
-  if (sample.kind === "video with sound") return h("video", {src, controls: true, loop: true, preload: "metadata", "aria-label": alt});
+  if (sample.file.endsWith(".mp4")) return h("video", {src, controls: true, loop: true, preload: "metadata", "aria-label": alt});
   return h("img", {src, alt, loading: "lazy", decoding: "async"});
 }
 
@@ -240,7 +240,7 @@ function preferred() {
       ...found.flatMap(([doc, rows]) => {
         const groups = new Map();
         for (const row of rows ?? []) {
-          const [, group, side] = /^(.*)_(best|worst)\.\w+$/.exec(row.image) ?? [];
+          const [, group, side] = /^(.*)_(best|worst)\.\w+$/.exec(row.file) ?? [];
           if (group !== undefined) groups.set(group, {...groups.get(group), [side]: row});
         }
         const whole = [...groups.values()].filter(sides => sides.best && sides.worst);

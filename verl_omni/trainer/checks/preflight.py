@@ -1,6 +1,7 @@
 """All checks that need no worker: configuration, data files and the reward function."""
 
 import dataclasses
+import importlib.util
 import os
 from typing import Any
 
@@ -258,6 +259,8 @@ def check_rewards(config: DictConfig) -> None:
     asked = config.actor_rollout_ref.rollout.http.port is not None
     if config.trainer.log_train_groups or config.data.val_files or asked:  # else no file is made of any response
         check_written(kind)
+        if kind.name == "video" and importlib.util.find_spec("av") is None:
+            print("videos are kept as animations (GIF); as mp4 files with: pip install 'verl-omni[video]'", flush=True)
     own = function is not None
     if own:
         function.check_takes(kind)

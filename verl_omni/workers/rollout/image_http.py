@@ -159,12 +159,12 @@ class ImageHttp:
 
 
 def as_json(response: responses.Response) -> dict[str, Any]:
-    """A file as OpenAI has images; of what is no picture, its kind too. A text is a text."""
+    """A file as OpenAI has images; of what is none, its kind too. A text is a text."""
     kind = responses.kind_of(response)
     if kind.name == "text":
         return {"kind": kind.name, "text": response}
     file, ending = kind.file(response)
-    told = {} if kind.name in ("image", "video") else {"kind": kind.name, "format": ending}
+    told = {} if kind.name == "image" else {"kind": kind.name, "format": ending}
     return {"b64_json": base64.b64encode(file).decode()} | told
 
 
