@@ -1,18 +1,25 @@
 """The reward `vlm_judge`: what it asks, how answers are read, and that what cannot be read is never a score."""
 
+import asyncio
 import base64
 import io
 import json
 import math
+import wave
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from reward_servers import answering, picture
 
 from verl_omni.rewards import check_settings, make_scorer
+from verl_omni.rewards.choice import Choice
+from verl_omni.rewards.image_manager import as_reward_function
+from verl_omni.rewards.reward_function import RewardError
 from verl_omni.rewards.scorers.vlm_judge import TEMPLATES, find_json, find_number
 from verl_omni.rewards.serving.client import RewardServerError
+from verl_omni.utils.responses import KINDS, Sound, VideoWithSound
 
 
 def says(text: str, finish: str = "stop"):
@@ -80,6 +87,48 @@ def test_a_video_is_shown_in_frames():
     assert [pixels(part).tolist() for part in seen] == [np.asarray(video[i]).tolist() for i in (1, 4, 7)]
 
 
+def test_a_video_with_sound_is_shown_and_played():
+    """The whole body, by OpenAI's own types, and the sound as the standard library reads it."""
+    pydantic = pytest.importorskip("pydantic")
+    openai = pytest.importorskip("openai.types.chat.completion_create_params")
+    tone = Sound(0.5 * torch.sin(torch.arange(800) / 3).expand(2, -1), 8000)
+    made, asked = VideoWithSound(torch.randint(0, 256, (9, 3, 6, 8), dtype=torch.uint8), tone, 12.0), []
+
+    def recorded(body):
+        asked.append(body)
+        return says("It fits.\nFinal Score: 4")
+
+    with answering(recorded) as address:
+        settings = {"address": f"{address}/v1", "model": "m", "retries": 0, "frames": 3, "listens": True}
+        choice = Choice("judge", "vlm_judge", settings=settings | {"template": "video_with_sound"})
+        function = as_reward_function(None, choice)
+        function.check_takes(KINDS["video with sound"])
+        sample = {"data_source": "x", "response": made, "prompt": "a drum", "ground_truth": None, "extra_info": {}}
+        (answer,) = asyncio.run(function.score([sample]))
+    assert answer["score"] == 0.75
+    body = asked[0]["body"]
+    pydantic.TypeAdapter(openai.CompletionCreateParamsNonStreaming).validate_python(body, strict=True)
+    *frames, sound, text = body["messages"][0]["content"]
+    expected = made.frames[[1, 4, 7]].permute(0, 2, 3, 1).numpy()
+    assert np.array_equal(np.stack([pixels(part) for part in frames]), expected)
+    assert sound["type"] == "input_audio" and sound["input_audio"]["format"] == "wav"
+    with wave.open(io.BytesIO(base64.b64decode(sound["input_audio"]["data"]))) as file:
+        assert file.getparams()[:4] == (2, 2, 8000, 800)
+    assert "Caption: a drum" in text["text"]
+
+
+def test_a_judge_that_listens_is_refused_where_there_is_no_sound():
+    settings = {"address": "http://127.0.0.1:9/v1", "model": "m", "listens": True}
+    function = as_reward_function(None, Choice("judge", "vlm_judge", settings=settings))
+    with pytest.raises(RewardError, match='"judge" asks for audios, and what the model makes is video: that'):
+        function.check_takes(KINDS["video"])
+    deaf = as_reward_function(None, Choice("judge", "vlm_judge", settings=settings | {"listens": False}))
+    for name in ("image", "video", "video with sound"):
+        deaf.check_takes(KINDS[name])
+    with pytest.raises(RewardError, match='"judge" asks for images, and what the model makes is sound'):
+        deaf.check_takes(KINDS["sound"])
+
+
 def test_the_ground_truth_is_filled_in():
     own = OWN | {"template": "Does it show {ground_truth}? 0 to 10."}
     _, (request,) = ask(says("7"), truth="two dogs", **own)
@@ -88,13 +137,13 @@ def test_the_ground_truth_is_filled_in():
         ask(says("7"), **own)
 
 
-@pytest.mark.parametrize("name", ["unified_reward", "qwen_vl"])
+@pytest.mark.parametrize("name", [name for name, template in TEMPLATES.items() if template.parser == "number"])
 def test_the_templates_read_what_they_ask_for(name):
     form = TEMPLATES[name].text.splitlines()[-1]  # "Final Score: <number>", "<Score>number</Score>"
     answer = form.replace("<number>", "4").replace("number", "4")
     score, (request,) = ask(says(f"Sharp, 3 dogs of 5.\n{answer}"), template=name)
     assert score["score"] == 0.75
-    assert ("a cat" in request["body"]["messages"][0]["content"][-1]["text"]) == (name == "unified_reward")
+    assert ("a cat" in request["body"]["messages"][0]["content"][-1]["text"]) == (name != "qwen_vl")
 
 
 # ---- how answers are read ------------------------------------------------------------------------------

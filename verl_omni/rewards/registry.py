@@ -125,12 +125,17 @@ def make_scorer(name: str, settings: Mapping[str, Any] | None = None) -> Callabl
 
 
 class LoadedOnce:
-    """A class of a reward as a function: its model is loaded by the first call, and once, whoever else calls."""
+    """A class of a reward as a function: its model is loaded by the first call, and once, whoever else calls.
+
+    A class may say by `needs(settings)` which of the columns that it can do without it asks for with these settings.
+    """
 
     def __init__(self, cls: type, settings: Mapping[str, Any]):
         self._make, self._lock = partial(cls, **settings), threading.Lock()
         self._scorer: Callable[..., Scores] | None = None
-        self.__signature__ = inspect.Signature(columns_of(cls))
+        needed = cls.needs(settings) if hasattr(cls, "needs") else ()
+        columns = [p.replace(default=p.empty) if p.name in needed else p for p in columns_of(cls)]
+        self.__signature__ = inspect.Signature(columns)
 
     def load(self) -> Callable[..., Scores]:
         with self._lock:

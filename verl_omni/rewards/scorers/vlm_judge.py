@@ -1,10 +1,10 @@
-"""A vision-language model as the judge: any server with OpenAI's chat completions, such as vLLM or SGLang."""
+"""A model that sees, and may hear, as the judge: any server with OpenAI's chat completions, such as vLLM or SGLang."""
 
 import base64
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -13,6 +13,7 @@ from verl_omni.rewards.images import pictures_of
 from verl_omni.rewards.registry import register_reward
 from verl_omni.rewards.serving.client import BadAnswer, Count, HttpClient, Retries, Seconds
 from verl_omni.rewards.serving.contract import png
+from verl_omni.utils.responses import Sound, wav_file
 from verl_omni.utils.suggest import unknown
 
 Parser = Literal["number", "yes_no_logits", "json"]
@@ -51,6 +52,25 @@ TEMPLATES = {
         "number",
         "1..5",
     ),
+    # After VideoAlign (arXiv 2501.13918): how frames look, how they move and how well the caption is met.
+    "video_align": Template(
+        "These are frames of one video, in their order, which was generated from a caption. Judge it by three things: "
+        "does each frame look good (sharp, natural, without artefacts), is what moves from frame to frame smooth and "
+        "possible, and does the video show what the caption asks for?\nCaption: {prompt}\nWeigh all three in a few "
+        "sentences. Then give one number from 1 (spoilt, or misses the caption) to 5 (flawless, and shows all of it), "
+        "decimals allowed, in a last line of this form:\nFinal Score: <number>",
+        "number",
+        "1..5",
+    ),
+    "video_with_sound": Template(
+        "These are frames of one video, in their order, and its sound, which were generated from a caption. Judge them "
+        "by three things: are frames and sound well made, does one hear what one sees, and do both show what the "
+        "caption asks for?\nCaption: {prompt}\nWeigh all three in a few sentences. Then give one number from 1 "
+        "(spoilt, or misses the caption) to 5 (flawless, and shows all of it), decimals allowed, in a last line of "
+        "this form:\nFinal Score: <number>",
+        "number",
+        "1..5",
+    ),
     # P(yes), after VQAScore (arXiv 2404.01291).
     "shows_prompt": Template(
         'Does this picture show "{prompt}"? Answer with one word, Yes or No.', "yes_no_logits", None
@@ -66,7 +86,8 @@ class VlmJudge:
     Your own needs a ``parser``: "number" reads the one number of the answer, or that after "Final Score" or "Score";
     "json" reads "score" of the one object in it; "yes_no_logits" looks at how likely the first tokens were instead,
     P(yes) / (P(yes) + P(no)). ``scale``, such as "1..5", is the worst and the best that the judge can say, which become
-    0 and 1; "raw" leaves the number as it is. Of a video the judge sees ``frames`` frames, evenly spaced.
+    0 and 1; "raw" leaves the number as it is. Of a video the judge sees ``frames`` frames, evenly spaced, and with
+    ``listens`` it hears the sound.
 
     An answer that cannot be read is asked for again, and is an error after ``retries`` times; it is never a score.
     """
@@ -81,6 +102,7 @@ class VlmJudge:
         scale: str | None = None,
         token_env: str | None = None,
         frames: Count = 8,
+        listens: bool = False,
         max_tokens: Count | None = None,
         temperature: Annotated[float, Range(least=0)] = 0.0,
         timeout: Seconds = 300.0,
@@ -107,7 +129,7 @@ class VlmJudge:
             if scale is None:
                 raise ValueError(f'parser={parser} needs a scale: the worst and the best, such as "1..5", or raw')
             self.read = partial(read_number, find={"number": find_number, "json": find_json}[parser], scale=ends(scale))
-        self.frames = frames
+        self.frames, self.listens = frames, listens
         self.client = HttpClient(
             address,
             token_env=token_env,
@@ -118,14 +140,34 @@ class VlmJudge:
             breaker_pause=breaker_pause,
         )
 
-    def __call__(self, images: list, ground_truths: list, prompts: list[str], extra_infos: list[dict]) -> list[dict]:
+    @staticmethod
+    def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("audios", "sample_rates") if settings.get("listens") else ()
+
+    def __call__(
+        self,
+        images: list,
+        ground_truths: list,
+        prompts: list[str],
+        extra_infos: list[dict],
+        audios: list | None = None,
+        sample_rates: list[int] | None = None,
+    ) -> list[dict]:
+        sounds: list[Sound | None] = [None] * len(images)
+        if self.listens:
+            if audios is None or sample_rates is None:
+                raise ValueError("listens=true, and there is no sound: leave it out")
+            sounds = [Sound(audio, rate) for audio, rate in zip(audios, sample_rates, strict=True)]
         questions = [fill(self.template, p, truth) for p, truth in zip(prompts, ground_truths, strict=True)]
-        bodies = [partial(self._body, image, text) for image, text in zip(images, questions, strict=True)]
+        bodies = [partial(self._body, *one) for one in zip(images, sounds, questions, strict=True)]
         return self.client.ask_all("/chat/completions", bodies, self.read)
 
-    def _body(self, image: Any, question: str) -> bytes:
+    def _body(self, image: Any, sound: Sound | None, question: str) -> bytes:
         pictures = pictures_of(image, self.frames)
         content = [{"type": "image_url", "image_url": {"url": data_url(picture)}} for picture in pictures]
+        if sound is not None:
+            wav = base64.b64encode(wav_file(sound)).decode()
+            content.append({"type": "input_audio", "input_audio": {"data": wav, "format": "wav"}})
         content.append({"type": "text", "text": question})
         return json.dumps(self.body | {"messages": [{"role": "user", "content": content}]}).encode()
 
