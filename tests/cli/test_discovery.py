@@ -1,6 +1,7 @@
 """`verl-omni models`, `algorithms`, `rewards`, `doctor` and `tiny`: what there is, and what is missing."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -16,12 +17,20 @@ def said(monkeypatch, capsys, *arguments: str) -> str:
 
 
 def test_every_model_that_has_an_adapter_is_listed(monkeypatch, capsys):
-    from verl_omni.pipelines.model_base import _BUILTIN
+    from verl_omni.pipelines.model_base import DiffusionModelBase
 
-    page = said(monkeypatch, capsys, "models")
-    assert all(f"\n{name} " in page for name in _BUILTIN)
-    edits = {"QwenImageEditPlusPipeline", "FluxKontextPipeline", "WanImageToVideoPipeline", "LTX2ImageToVideoPipeline"}
+    registry, page = DiffusionModelBase.registry, said(monkeypatch, capsys, "models")
+    assert all(f"\n{name} " in page for name in registry.builtin)
+    edits = {name for name in registry.builtin if registry.find(name, registry.known_algorithms(name)[0]).needs_images}
     assert {row[0] for row in models.rows() if row[2] == "prompts with images"} == edits
+    assert edits > {"QwenImageEditPlusPipeline", "FluxKontextPipeline", "WanImageToVideoPipeline"}
+
+
+def test_models_are_listed_without_their_libraries():
+    """Nobody who asks what there is waits for diffusers."""
+    code = "import sys, verl_omni.cli.models as m; m.rows(); print(sorted({'torch', 'diffusers'} & sys.modules.keys()))"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout == "[]\n"
 
 
 def test_every_algorithm_has_a_recipe_here(monkeypatch, capsys):

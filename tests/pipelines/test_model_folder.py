@@ -12,7 +12,8 @@ import torch
 from tiny_models import tiny_checkpoint
 
 from verl_omni.config import DiffusionModelConfig
-from verl_omni.pipelines.model_base import _BUILTIN, DiffusionModelBase
+from verl_omni.pipelines.builtin import BUILTIN
+from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.model_folder import check_model_folder
 from verl_omni.pipelines.utils import load_component, read_component_config, read_index
 from verl_omni.trainer.failures import users_mistake
@@ -138,7 +139,7 @@ def test_what_is_wrong_is_one_line_with_the_files_name(name, tmp_path):
     assert said in line and str(folder) in line and "\n" not in line
 
 
-@pytest.mark.parametrize("architecture", [*_BUILTIN, "WanPipeline-2.2"])
+@pytest.mark.parametrize("architecture", [*BUILTIN, "WanPipeline-2.2"])
 def test_whole_folders_of_every_architecture_pass(architecture):
     check_model_folder(DiffusionModelConfig(path=str(tiny_checkpoint(architecture))))
 

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from tiny_models import tiny_checkpoint
 
 from verl_omni.config import CheckpointConfig, DiffusionModelConfig, FSDPConfig, OptimizerConfig
-from verl_omni.pipelines.model_base import _BUILTIN, DiffusionModelBase
+from verl_omni.pipelines.builtin import BUILTIN
+from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.qwen_image.adapter import QwenImage
 from verl_omni.pipelines.utils import load_component
 from verl_omni.pipelines.wan.adapter import Wan
@@ -23,7 +24,7 @@ from verl_omni.utils.seeds import derive_seed
 from verl_omni.workers.engine.fsdp.diffusers_impl import DiffusersFSDPEngine
 from verl_omni.workers.engine.module import build_module, fill_module
 
-ARCHITECTURES = [*_BUILTIN, "WanPipeline-2.2"]
+ARCHITECTURES = [*BUILTIN, "WanPipeline-2.2"]
 QWEN, TWO = "QwenImagePipeline", "WanPipeline-2.2"
 
 

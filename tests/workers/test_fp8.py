@@ -19,7 +19,8 @@ from engine_cases import (
 )
 from tiny_models import tiny_checkpoint
 
-from verl_omni.pipelines.model_base import _BUILTIN, DiffusionModelBase
+from verl_omni.pipelines.builtin import BUILTIN
+from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.workers.engine import base, fp8
 from verl_omni.workers.engine.compile.blocks import compile_blocks, repeated_blocks
 from verl_omni.workers.engine.fp8 import E4M3, Fp8Layers, chosen_layers, product, quantised, refuse_old_gpu
@@ -93,7 +94,7 @@ def any_side(monkeypatch):
     monkeypatch.setattr(fp8, "MULTIPLE", 1)
 
 
-@pytest.mark.parametrize("name", _BUILTIN)
+@pytest.mark.parametrize("name", BUILTIN)
 def test_every_architecture_declares_its_layers(name, any_side):
     """All of them are there, and of its blocks' linear layers only few that see few tokens are not among them."""
     config = model_config(tiny_checkpoint(name))

@@ -18,6 +18,7 @@ from verl_omni.config import DiffusionModelConfig
 from verl_omni.config.knob import MOST_IMAGES
 from verl_omni.config.rollout import OF_SOME_MODELS
 from verl_omni.pipelines.adapter_registry import AdapterRegistry
+from verl_omni.pipelines.builtin import BUILTIN, OTHERS
 from verl_omni.pipelines.utils import (
     load_tokenizers,
     pipeline_class,
@@ -34,32 +35,11 @@ __all__ = ["Conditions", "DiffusionModelBase", "VllmOmniPipelineBase"]
 
 Conditions = dict[str, torch.Tensor]
 
-# Built-in adapters, imported when their architecture is first asked for.
-_BUILTIN: dict[str, str] = {
-    "ChromaPipeline": "verl_omni.pipelines.chroma",
-    "Flux2KleinPipeline": "verl_omni.pipelines.flux2",
-    "Flux2Pipeline": "verl_omni.pipelines.flux2",
-    "FluxKontextPipeline": "verl_omni.pipelines.flux_kontext",
-    "FluxPipeline": "verl_omni.pipelines.flux",
-    "HunyuanVideo15Pipeline": "verl_omni.pipelines.hunyuan_video_15",
-    "LongCatAudioDiTPipeline": "verl_omni.pipelines.longcat_audio",
-    "LTX2ImageToVideoPipeline": "verl_omni.pipelines.ltx2",
-    "LTX2Pipeline": "verl_omni.pipelines.ltx2",
-    "QwenImageEditPlusPipeline": "verl_omni.pipelines.qwen_image_edit_plus",
-    "QwenImagePipeline": "verl_omni.pipelines.qwen_image",
-    "StableDiffusion3Pipeline": "verl_omni.pipelines.sd3",
-    "WanImageToVideoPipeline": "verl_omni.pipelines.wan_image_to_video",
-    "WanPipeline": "verl_omni.pipelines.wan",
-    "ZImagePipeline": "verl_omni.pipelines.z_image",
-}
-# Of what is no diffusion model: a language model that writes prompts for one, or stands alone.
-_OTHERS = {"AutoModelForCausalLM": "verl_omni.pipelines.causal_lm"}
-
 
 class DiffusionModelBase:
     """Adapter of one architecture. All methods are classmethods: an adapter holds no state."""
 
-    registry: ClassVar[AdapterRegistry] = AdapterRegistry("model", _BUILTIN | _OTHERS)
+    registry: ClassVar[AdapterRegistry] = AdapterRegistry("model", BUILTIN | OTHERS)
 
     # LoRA target modules where the user names none.
     lora_target_modules: ClassVar[list[str]] = ["to_q", "to_k", "to_v", "to_out.0"]

@@ -14,10 +14,11 @@ import verl_omni
 
 def models_table() -> str:
     """One row a built-in architecture, with the first words of its adapter's description."""
-    from verl_omni.pipelines.model_base import _BUILTIN, DiffusionModelBase
+    from verl_omni.pipelines.builtin import BUILTIN
+    from verl_omni.pipelines.model_base import DiffusionModelBase
 
     rows = ["| pipeline class | model | adapter |", "|---|---|---|"]
-    for architecture, package in sorted(_BUILTIN.items()):
+    for architecture, package in sorted(BUILTIN.items()):
         importlib.import_module(package)
         adapter = DiffusionModelBase.registry.find(architecture, "flow_grpo")
         module = inspect.getmodule(adapter)
