@@ -66,7 +66,7 @@ def test_each_row_has_the_teacher_of_its_source(tmp_path, monkeypatch, process_g
     worker = both.actor_wg.worker
     taught = both._taught(batch)
     asked = both._for_training(taught)
-    means = worker.trajectories.batch(asked)["teacher_prev_sample_mean"]
+    means = torch.stack(worker.trajectories.batch(asked)["teacher_prev_sample_mean"].rows)
     steps = worker._batch(asked)
     now = worker.engine.infer_batch(steps)["model_output"]["prev_sample_mean"].reshape(means.shape)
     apart = (means - now).flatten(1).abs().amax(dim=1)

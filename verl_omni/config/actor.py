@@ -121,6 +121,12 @@ class EngineConfig:
     )
     param_offload: bool = knob(False, "keep weights in CPU memory between stages", may_change=True)
     optimizer_offload: bool = knob(False, "keep optimizer state in CPU memory between updates", may_change=True)
+    sample_offload: bool = knob(
+        False,
+        "keep drawn samples, and what other policies say of them, in CPU memory; a micro-batch at a time goes to the "
+        "device",
+        may_change=True,
+    )
     seed: int = knob(0, "seed of what the engine initialises (LoRA weights)", least=0, most=MOST_SEED)
 
     @classmethod

@@ -11,6 +11,7 @@ ROLLOUT, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 BFLOAT16 = f"set {ACTOR}.engine.model_dtype=bfloat16 (full fine-tuning: weights are held in float32)"
 REFERENCE = f"set {REF}.param_offload=true (full fine-tuning with a reference)"
 OPTIMIZER = f"set {ACTOR}.engine.optimizer_offload=true"
+SAMPLES = f"set {ACTOR}.engine.sample_offload=true"
 ENCODERS = f"set {ROLLOUT}.encoder_offload=true"
 ADAPTERS = f"train adapters only ({MODEL}.lora_rank=32)"
 SHARE = "share the model between more GPUs (trainer.n_gpus_per_node)"
@@ -22,6 +23,7 @@ KNOBS = {
         f"lower {ROLLOUT}.max_num_seqs",
         f"set {ROLLOUT}.cfg_in_one_forward=false",
         ENCODERS,
+        SAMPLES,
         f"set {ACTOR}.engine.fold_lora=false",
         OPTIMIZER,
         f"set {ROLLOUT}.vae_tiling=true",
@@ -32,12 +34,13 @@ KNOBS = {
         OPTIMIZER,
         f"set {ROLLOUT}.vae_tiling=true",
     ],
-    "reference pass": [f"lower {REF}.log_prob_micro_batch_size_per_gpu", ENCODERS, OPTIMIZER, REFERENCE],
-    "old log-probabilities": [f"lower {ACTOR}.ppo_micro_batch_size_per_gpu", ENCODERS, OPTIMIZER],
+    "reference pass": [f"lower {REF}.log_prob_micro_batch_size_per_gpu", ENCODERS, SAMPLES, OPTIMIZER, REFERENCE],
+    "old log-probabilities": [f"lower {ACTOR}.ppo_micro_batch_size_per_gpu", ENCODERS, SAMPLES, OPTIMIZER],
     "update": [
         f"lower {ACTOR}.ppo_micro_batch_size_per_gpu",
         f"set {MODEL}.enable_gradient_checkpointing=true",
         ENCODERS,
+        SAMPLES,
         REFERENCE,
         BFLOAT16,
         ADAPTERS,

@@ -116,10 +116,14 @@ def for_training(names: Iterable[str], asked: Iterable[str] = ()) -> list[str]:
 
 
 class Ragged:
-    """A column whose rows have several shapes. Rows that share one are taken from it as from a tensor."""
+    """A column whose rows lie each by itself. Those of a micro-batch are put together when they are taken from it.
 
-    def __init__(self, rows: list[torch.Tensor]):
-        self.rows = rows
+    They may have several shapes, if rows that are taken together share one; those with a `length` are filled up to it
+    behind their end.
+    """
+
+    def __init__(self, rows: list[torch.Tensor], length: int | None = None):
+        self.rows, self.length = rows, length
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -129,14 +133,14 @@ class Ragged:
         return self.rows[0].device
 
     def to(self, device: torch.device) -> "Ragged":
-        return Ragged([row.to(device) for row in self.rows])
+        return Ragged([row.to(device) for row in self.rows], self.length)
 
     def cpu(self) -> "Ragged":
         return self.to(torch.device("cpu"))
 
     def split(self, sizes: list[int]) -> list["Ragged"]:
         ends = torch.tensor(sizes).cumsum(0).tolist()
-        return [Ragged(self.rows[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+        return [Ragged(self.rows[end - size : end], self.length) for end, size in zip(ends, sizes, strict=True)]
 
     def unflatten(self, dim: int, shape: tuple[int, int]) -> "Ragged":
         """Rows (B * W) as (B, W): each sample's are of one shape."""
@@ -149,7 +153,41 @@ class Ragged:
         if isinstance(index, tuple):
             rows, within = (places.tolist() for places in index)
             return torch.stack([self.rows[row][place] for row, place in zip(rows, within, strict=True)])
-        return torch.stack([self.rows[row] for row in index.tolist()])
+        chosen = [self.rows[row] for row in index.tolist()]
+        return torch.stack(chosen) if self.length is None else _filled_up(chosen, self.length)
+
+
+def _filled_up(rows: list[torch.Tensor], length: int) -> torch.Tensor:
+    whole = rows[0].new_zeros(len(rows), length, *rows[0].shape[1:])
+    for i, row in enumerate(rows):
+        whole[i, : len(row)] = row
+    return whole
+
+
+def kept(name: str, rows: list[torch.Tensor]) -> Ragged:
+    """One column of single samples' values, which stay where they are. Text features of different lengths are filled up
+    to the longest of all of them, whoever is taken together."""
+    column = DECLARED.get(name)
+    if column is None and len({row.shape[1:] for row in rows}) == 1 and len({row.shape for row in rows}) > 1:
+        return Ragged(rows, max(map(len, rows)))
+    if column is not None and column.per not in ("sample", "token"):
+        _check_lengths(name, rows)
+    return Ragged(rows)
+
+
+def near(batch: dict[str, torch.Tensor | Ragged], device: torch.device) -> dict[str, torch.Tensor | Ragged]:
+    """A batch with what is small on the device, so that nobody waits for it there. The rest stays where it is: of that
+    a micro-batch at a time goes to the device."""
+    return {
+        name: value.to(device) if isinstance(value, torch.Tensor) and _is_small(name) else value
+        for name, value in batch.items()
+    }
+
+
+def _is_small(name: str) -> bool:
+    """Neither a large column nor one of the model's conditions, nor one that is read on the host."""
+    column = DECLARED.get(name)
+    return column is not None and not column.large and not column.host
 
 
 def stacked(name: str, rows: list[torch.Tensor]) -> torch.Tensor | Ragged:

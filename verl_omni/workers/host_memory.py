@@ -1,7 +1,7 @@
 """Weights that leave the device for a while, and come back to it."""
 
 import functools
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 
 import torch
 from verl.utils.device import get_device_name, get_torch_device
@@ -18,6 +18,13 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in CPU memory, pinned where there is a GPU. Nobody has waited for it yet."""
     place = torch.empty_like(tensor, device="cpu", pin_memory=get_device_name() != "cpu")
     return place.copy_(tensor, non_blocking=True)
+
+
+def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies in CPU memory, pinned where there is a GPU, and ready to be read."""
+    copies = {name: host_copy(tensor) for name, tensor in tensors.items()}
+    get_torch_device().synchronize()
+    return copies
 
 
 class HostMemory:

@@ -19,6 +19,7 @@ from verl_omni.workers.transfer.weights import BUCKET_BYTES
 GIB = 2**30
 LIBRARIES = 2 * 32 * 2**20  # workspaces of cuBLAS, of the forward's and of the backward's thread
 DECODED_AT_ONCE = 16  # `decode_batch_size` of the rollout
+LATENTS_OF_A_PAIR = 4  # before and after the step, the unguided half, and the reference's mean
 GATHERED = 2  # blocks at a time: the one that runs, and the next one
 FOLD_BELOW = 0.75  # of the memory: the engine folds LoRA where its weights take less
 
@@ -65,7 +66,8 @@ class RankMemory:
             found["VAE"] = self.costs.vae_bytes
             if not self.rollout.encoder_offload:
                 found["text encoders"] = self.costs.encoder_bytes
-        found["kept samples"] = self.sample_bytes
+        if not engine.sample_offload:
+            found["kept samples"] = self.sample_bytes
         found["libraries"] = LIBRARIES
         return found
 
@@ -168,10 +170,9 @@ class RankMemory:
         cost = self.costs.passes.training(rows, self.model.enable_gradient_checkpointing, compiled)
         activations, working = cost.kept / self.layout.sequence, cost.extra / self.layout.sequence
         gradients = self.weights.trained_bytes(self.parts)
-        rows_here = math.ceil(self.amounts.images * self.amounts.trained / self.layout.data / self.amounts.trained)
-        stacked = rows_here * (self._latents_of_one * self.costs.latent_bytes + self.costs.condition_bytes)
+        taken = rows * (LATENTS_OF_A_PAIR * self.costs.latent_bytes + self.costs.condition_bytes)
         state = self.weights.trained_bytes(self.parts) * optimizer_ratio(self.actor.optim)
-        device = self.share | self.held | {"optimizer state": state} | self.spread | {"the batch": stacked}
+        device = self.share | self.held | {"optimizer state": state} | self.spread | {"a micro-batch": taken}
         if self.layout.is_spread:
             device["gradients on their way"] = self._reduced
         several = self.amounts.pairs(self.layout) > rows

@@ -75,6 +75,7 @@ class DiffusionEngine(Passes):
         self.dtype, self.model_dtype = resolve_dtypes(self.common, self.device, lora=model_config.lora_rank > 0)
         self.layout = self.lay_out(engine_config, dist.get_world_size())
         self.mode: str | None = None
+        self.outputs_on_host = self.common.sample_offload
         self.micro_batch_size = 16
         self.rows_per_unit = 1
         self.ema_decay = 0.0

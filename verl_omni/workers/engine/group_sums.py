@@ -20,14 +20,11 @@ def group_sums(engine: TrainingEngine, data: Batch, loss_function: Any) -> torch
 
     Where the weights are still those that drew, the velocities of that time are taken: no forward is needed.
     """
-    on_device = {
-        name: value if columns.of(name).host else value.to(engine.device)
-        for name, value in data.items()
-        if name not in ("share", "group_sums")  # fillers are evaluated too: every rank takes part in every forward
-    }
+    # Fillers are evaluated too: every rank takes part in every forward.
+    rows = columns.near({k: v for k, v in data.items() if k not in ("share", "group_sums")}, engine.device)
     terms = None
-    for part in engine.replay.split(on_device, engine.micro_batch_size):
-        micro_batch = engine.replay.take(on_device, part)
+    for part in engine.replay.split(rows, engine.micro_batch_size):
+        micro_batch = engine.replay.take(rows, part)
         if loss_function.unmoved:
             output = {"velocity": micro_batch["old_velocity"]}
         else:

@@ -12,13 +12,15 @@ from verl_omni.workers.engine.group_sums import group_sums
 from verl_omni.workers.engine.metrics import accumulate, and_last, is_maximum
 from verl_omni.workers.engine.protocol import LossFunction, TrainingEngine
 from verl_omni.workers.engine.replay import Batch, Replay, in_order
-from verl_omni.workers.host_memory import local
+from verl_omni.workers.host_memory import local, on_host
 
 
 class Passes(TrainingEngine):
     """What a forward computes of stored samples is said by `replay`."""
 
     replay: Replay
+    #: whether what passes give is kept in CPU memory
+    outputs_on_host: bool = False
 
     def before_update(self, data: Batch, anchors: Mapping[str, str], versions: Sequence[int] = ()) -> Batch:
         return self.replay.before_update(data, anchors, versions)
@@ -53,7 +55,7 @@ class Passes(TrainingEngine):
         `training_graph` runs a forward as training would, for kernels that round differently without a gradient.
         """
         self.replay.check(data)
-        data = {name: v if columns.of(name).host else v.to(self.device) for name, v in data.items()}
+        data = columns.near(data, self.device)
         outputs, metrics = [], {}
         for part, last in and_last(self.replay.split(data, micro_batch_size or self.micro_batch_size)):
             self.begin_micro_batch(last)
@@ -62,9 +64,14 @@ class Passes(TrainingEngine):
             if not forward_only:
                 (loss * part.share).backward()
             elif part.counts:
-                outputs.append((part, {k: v.detach() for k, v in out["model_output"].items()}))
+                outputs.append((part, self.put_away(out["model_output"])))
             accumulate(metrics, out["metrics"], part.share)
         return {"model_output": in_order(outputs), "metrics": self.reduce_metrics(metrics)}
+
+    def put_away(self, outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What a forward gave, until all of the batch has been through."""
+        outputs = {name: value.detach() for name, value in outputs.items()}
+        return on_host(outputs) if self.outputs_on_host else outputs
 
     def whole_units(self, rows: int) -> int:
         """As many of `rows` rows as make whole units, such as pairs."""

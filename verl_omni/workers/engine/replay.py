@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
@@ -172,17 +173,24 @@ class Replay:
         return int(most)
 
     def take(self, data: Batch, part: MicroBatch) -> dict[str, torch.Tensor]:
-        """The pairs of a micro-batch, as the model and the loss see them."""
-        rows, within = part.rows, part.within
-        device = data["sigma" if "sigma" in data else "all_timesteps"].device
-        on_device = tuple(index.to(device, non_blocking=True) for index in (rows, within))  # the host runs ahead
+        """The pairs of a micro-batch on the device, as the model and the loss see them."""
         batch = {}
         for name, value in data.items():
             column = columns.of(name)
-            index = (rows, within) if column.host else on_device
             if column.seen:
-                batch[name] = value[index] if column.per == self.per else value[index[0]]
+                index = (part.rows, part.within) if column.per == self.per else part.rows
+                batch[name] = value[index] if column.host else self.taken(value, index)
         return batch
+
+    def taken(self, value: torch.Tensor | Ragged, index: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Of a column what `index` says, on the device; nobody waits for it."""
+        device = self.engine.device
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            index = tree_map(lambda places: places.to(value.device, non_blocking=True), index)  # the host runs ahead
+        found = value[index]
+        if found.device == device:
+            return found
+        return (found.pin_memory() if device.type == "cuda" else found).to(device, non_blocking=True)
 
 
 def in_order(outputs: list[tuple[MicroBatch, dict[str, torch.Tensor]]]) -> Batch:

@@ -35,12 +35,11 @@ class ReverseSteps(Replay):
             check_timesteps(self.drawn_as(kind)[1], data["all_timesteps"][own].float())
 
     def take(self, data: Batch, part: MicroBatch) -> dict[str, torch.Tensor]:
-        device = data["all_timesteps"].device
-        rows, steps = (index.to(device, non_blocking=True) for index in (part.rows, part.within))
+        rows, steps = part.rows, part.within
         return super().take(data, part) | {
-            "latents": data["all_latents"][rows, steps][:, None],
-            "prev_latents": data["all_latents"][rows, steps + 1],
-            "timesteps": data["all_timesteps"][rows, steps][:, None],
+            "latents": self.taken(data["all_latents"], (rows, steps))[:, None],
+            "prev_latents": self.taken(data["all_latents"], (rows, steps + 1)),
+            "timesteps": self.taken(data["all_timesteps"], (rows, steps))[:, None],
         }
 
     def model_outputs(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -38,9 +38,9 @@ class Tokens(Replay):
         batch = {"input_ids": ids, "attention_mask": real, "text_mask": real[:, left:]}
         for name in ("text_log_probs", "text_old_log_probs"):
             if name in data:
-                batch[name] = padded([data[name][row] for row in rows], right)
+                batch[name] = padded([data[name][row] for row in rows], right).to(ids.device)
         if "text_nucleus" in data:
-            batch["text_nucleus"] = padded([data["text_nucleus"][row] for row in rows], right, 255)
+            batch["text_nucleus"] = padded([data["text_nucleus"][row] for row in rows], right, 255).to(ids.device)
         if "advantages" in data:  # one for all that a sample is made of
             batch["advantages"] = data["advantages"][part.rows.to(data["advantages"].device), 0]
         return batch

@@ -14,6 +14,7 @@ import torch
 from verl.protocol import DataProto
 
 from verl_omni.workers import columns
+from verl_omni.workers.host_memory import on_host
 from verl_omni.workers.rollout.base import RolloutOutput, own_copy
 
 # The column of a batch that says where the rest is.
@@ -86,14 +87,17 @@ def in_two_parts(output: RolloutOutput) -> tuple[RolloutOutput, dict[str, torch.
 
 
 class TrajectoryStore:
-    """The trajectories that a training worker holds, of any number of experiences."""
+    """The trajectories that a training worker holds, of any number of experiences: where they were drawn, or `on_host`
+    in CPU memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_host: bool = False) -> None:
         self.rows: dict[str, dict[str, torch.Tensor]] = {}
+        self.on_host = on_host
 
     def keep(self, key: str, output: RolloutOutput) -> RolloutOutput:
         """A sample of several segments comes in parts."""
-        self.rows[key] = self.rows.get(key, {}) | large_part(output)
+        large = large_part(output)
+        self.rows[key] = self.rows.get(key, {}) | (on_host(large) if self.on_host else large)
         return by_reference(output, TrajectoryRef(key))
 
     def release(self, *experiences: str) -> None:
@@ -103,8 +107,8 @@ class TrajectoryStore:
     def holds(self, data: DataProto) -> bool:
         return COLUMN in data.non_tensor_batch
 
-    def batch(self, data: DataProto) -> dict[str, torch.Tensor | columns.Ragged]:
-        """The trajectories of these samples, by column. What lies elsewhere is fetched once."""
+    def batch(self, data: DataProto) -> dict[str, columns.Ragged]:
+        """The trajectories of these samples, by column, where they lie. What lies elsewhere is fetched once."""
         if not self.holds(data):
             return {}
         references = [reference for parts in parts_of(data) for reference in parts]
@@ -115,7 +119,7 @@ class TrajectoryStore:
         if absent:
             self.rows |= dict(zip(absent, self.fetch([r.stored for r in absent.values()]), strict=True))
         rows = [self.rows[r.key] for r in references]
-        return {name: columns.stacked(name, [row[name] for row in rows]) for name in rows[0]}
+        return {name: columns.kept(name, [row[name] for row in rows]) for name in rows[0]}
 
     def fetch(self, stored: list[Any]) -> list[dict[str, torch.Tensor]]:
         return ray.get(stored)
