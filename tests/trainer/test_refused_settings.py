@@ -410,6 +410,7 @@ def test_any_port_with_or_without_a_token_passes(tmp_path):
 
 ULYSSES = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
 LORA = f"{MODEL}.lora_rank=4"
+BLOCKS, TWO_RANKS = f"{ROLLOUT}.gather=blocks", "trainer.n_gpus_per_node=2"
 
 
 @pytest.mark.parametrize(
@@ -424,6 +425,15 @@ LORA = f"{MODEL}.lora_rank=4"
         ),
         ([f"{ACTOR}.engine.fold_lora=true"], "fold_lora=true does nothing without LoRA"),
         ([f"{ACTOR}.engine.compile_ahead=true", "trainer.n_gpus_per_node=2"], "does nothing over the 2 ranks"),
+        (
+            [f"{ACTOR}.engine.fold_lora=true", LORA, f"{ACTOR}.fsdp_config.fsdp_size=1", TWO_RANKS],
+            "does nothing where each of 2 ranks holds the whole weights",
+        ),
+        ([BLOCKS], "gather=blocks has no effect with one device"),
+        ([BLOCKS, TWO_RANKS, "actor_rollout_ref.rollout.precision=fp8"], "precision=fp8 needs the whole weights"),
+        ([BLOCKS, TWO_RANKS, LORA, f"{ACTOR}.engine.fold_lora=true"], "fold_lora=true folds into"),
+        ([BLOCKS, TWO_RANKS, "trainer.mode=separate"], "gather=blocks has no effect with actor_rollout"),
+        (["actor_rollout_ref.rollout.tensor_model_parallel_size=2"], "a rollout server draws with one device"),
         ([LORA, f"{MODEL}.target_modules=[to_q,to_qq]"], 'target_modules "to_qq": did you mean "to_q"'),
         ([LORA, f"{MODEL}.target_modules=nothing.*"], "target_modules=nothing.* matches no layer of QwenImageTransf"),
         ([LORA, f"{MODEL}.lora_path=/no/such/lora"], 'lora_path="/no/such/lora" holds no LoRA: expected a folder'),

@@ -253,6 +253,22 @@ class DiffusionRolloutConfig:
     nnodes: int | None = knob(
         None, "hybrid_engine=false: nodes with rollout servers; null: 1", least=1, most=MOST_NODES, may_change=True
     )
+    tensor_model_parallel_size: int = knob(
+        1,
+        "devices of one rollout server",
+        least=1,
+        most=MOST_PROCESSES,
+        waits="a rollout server draws with one device: start one for each (rollout.n_gpus_per_node), or share a model "
+        "that fits none of them out with actor_rollout_ref.rollout.gather=blocks in the training workers",
+    )
+    gather: str = knob(
+        "whole",
+        "how ranks that share a model draw with it in the training workers: whole (each gathers all of it) or blocks "
+        "(one block at a time, in step with the others: slower, for a model that does not fit beside its shares)",
+        choices=("whole", "blocks"),
+        needs="actor_rollout_ref.hybrid_engine=true",
+        may_change=True,
+    )
     server_restarts: int = knob(
         3,
         "how often each rollout server that has died is started again",

@@ -183,10 +183,15 @@ class DiffusionWorker(Worker):
         """
         self.remember(policy, version)
         with self.engine.eval_mode(), self.engine.policy(policy):
-            weights, peft_config = self.engine.get_per_tensor_param(base_sync_done)
+            weights, peft_config = self.engine.get_per_tensor_param(base_sync_done, dtype=self._sent_dtype)
             return store_in_buckets(
                 weights, dist.get_rank() == 0, peft_config=peft_config, base_sync_done=base_sync_done
             )
+
+    @property
+    def _sent_dtype(self) -> torch.dtype | None:
+        """That in which servers hold the weights, where it is another than training's."""
+        return rollout_class(self.rollout_config.name).receives(self.model_config, self.engine.dtype)
 
     def remember(self, policy: str, version: int) -> None:
         """Servers are going to draw with it. A loss that compares with whoever drew may come to it steps later."""
@@ -201,7 +206,7 @@ class DiffusionWorker(Worker):
         """The same to all rollout servers, which receive them now. All ranks take part."""
         self.remember(*name)
         with self.engine.eval_mode(), self.engine.policy(name[0]):
-            weights, peft_config = self.engine.get_per_tensor_param(base_sync_done)
+            weights, peft_config = self.engine.get_per_tensor_param(base_sync_done, dtype=self._sent_dtype)
             return await self.channel.send(weights, name, peft_config=peft_config, base_sync_done=base_sync_done)
 
     @functools.cached_property

@@ -41,7 +41,12 @@ from verl_omni.trainer.checks.hub_names import pinned_names, with_names
 from verl_omni.trainer.checks.precision import check_precision
 from verl_omni.trainer.checks.preference import check_trainer_fits
 from verl_omni.trainer.checks.rewriter import check_rewriter
-from verl_omni.trainer.checks.rollout_engine import check_checkpoint_engine, check_http, check_rollout_engine
+from verl_omni.trainer.checks.rollout_engine import (
+    check_checkpoint_engine,
+    check_gather,
+    check_http,
+    check_rollout_engine,
+)
 from verl_omni.trainer.checks.teacher import check_teacher
 from verl_omni.trainer.checks.workers import check_workers
 from verl_omni.utils.external_lib import import_external_lib
@@ -158,6 +163,7 @@ def _check(settings: DiffusionTrainerConfig) -> None:
     _check_placement(settings)
     check_rollout_engine(settings)
     check_checkpoint_engine(settings)
+    check_gather(settings)
     check_http(settings)
     check_correction_fits(settings)
     check_filter(settings)

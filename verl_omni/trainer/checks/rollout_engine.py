@@ -70,6 +70,27 @@ def check_http(settings: DiffusionTrainerConfig) -> None:
     http_token(http)
 
 
+def check_gather(settings: DiffusionTrainerConfig) -> None:
+    """Drawing block by block is for ranks that share a model, and for engines that can."""
+    from verl_omni.workers.engine.registry import engine_class  # which imports verl
+
+    arr, trainer = settings.actor_rollout_ref, settings.trainer
+    if arr.rollout.gather != "blocks":
+        return
+    shown, whole = f"{ARR}.rollout.gather=blocks", f"leave it out, or set {ARR}.rollout.gather=whole"
+    if arr.rollout.name != "diffusers":
+        raise ValueError(f"{shown}: {ARR}.rollout.name={arr.rollout.name} draws with a copy of its own; {whole}")
+    if not engine_class(arr.actor.strategy).draws_by_blocks:
+        raise ValueError(f"{shown}: {ARR}.actor.strategy={arr.actor.strategy} draws with the whole model; {whole}")
+    if trainer.nnodes * trainer.n_gpus_per_node == 1:
+        raise ValueError(f"{shown} has no effect with one device, which holds the whole model anyway: leave it out")
+    if arr.actor.engine.fold_lora:
+        raise ValueError(f"{shown}: {ARR}.actor.engine.fold_lora=true folds into the whole weights; leave one out")
+    for name, precision in (("precision", arr.rollout.precision), ("pool.precision", arr.rollout.pool.precision)):
+        if precision is not None:
+            raise ValueError(f"{shown}: {ARR}.rollout.{name}={precision} needs the whole weights in 8 bits; {whole}")
+
+
 def check_rollout_engine(settings: DiffusionTrainerConfig) -> None:
     arr = settings.actor_rollout_ref
     if arr.rollout.name != "vllm_omni" or settings.algorithm.sample_source != "online":

@@ -36,6 +36,8 @@ def changes(settings: DiffusionTrainerConfig, stage: str) -> Iterator[dict[str, 
             yield {f"{ROLLOUT}.cfg_in_one_forward": False}
         yield {f"{ACTOR}.engine.fold_lora": False}
         yield {f"{ROLLOUT}.vae_tiling": True}
+        if not stage.startswith("server"):
+            yield {f"{ROLLOUT}.gather": "blocks"}
     if stage == "reference":
         rows = arr.ref.log_prob_micro_batch_size_per_gpu or arr.actor.ppo_micro_batch_size_per_gpu
         yield from _halved(f"{REF}.log_prob_micro_batch_size_per_gpu", rows)

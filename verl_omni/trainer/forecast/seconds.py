@@ -39,8 +39,8 @@ class StepTime:
         self.costs, self.settings, self.amounts, self.rates = costs, settings, amounts, rates
         self.arr = settings.actor_rollout_ref
 
-    def drawing(self, ranks: int) -> Seconds:
-        """With so many that draw, each with the whole model."""
+    def drawing(self, ranks: int, shared: Layout | None = None) -> Seconds:
+        """With so many that draw, each with the whole model, or block by block of one that they have `shared` out."""
         if not self.amounts.draws:
             return Seconds()
         images, rollout = math.ceil(self.amounts.images / ranks), self.arr.rollout
@@ -52,8 +52,11 @@ class StepTime:
         more = 1 + pool * (rollout.pool.num_inference_steps or 0) / (rollout.n * self.amounts.steps) if pool else 1
         decode = images * (1 + pool / rollout.n) * self.costs.decode(1).forward / self.rates.decode
         eager = 1 if compiles(self.settings) else measured.EAGER_FORWARD
+        one = self._forward(rows, self.rates.denoise * eager)
+        if shared is not None and rollout.gather == "blocks":
+            one = self._spread(one, shared, passes=1)
         return Seconds(
-            denoise=more * forwards * self._forward(rows, self.rates.denoise * eager),
+            denoise=more * forwards * one,
             decode=decode,
             rollout_overhead=measured.ROLLOUT_OVERHEAD,
         )

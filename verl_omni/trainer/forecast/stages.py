@@ -147,7 +147,9 @@ class RankMemory:
 
     @property
     def for_rollout(self) -> dict[str, float]:
-        """The whole model, where a rank holds a share: every rank draws samples of its own."""
+        """The whole model, where a rank holds a share: every rank draws samples of its own. Or what passes by of it."""
+        if self.layout.is_spread and self.rollout.gather == "blocks":
+            return {"gathered blocks": self._passing}
         if self.layout.is_spread:
             return {"whole model, gathered": self.weights.numel * self.itemsize}
         if self.rollout.name != "diffusers":

@@ -109,7 +109,7 @@ class Ways:
             stages += tuple(ServerMemory(costs, settings, self.amounts, servers).stages())
         time = StepTime(costs, settings, self.amounts, self.card.rates)
         fits = all(self.card.holds(stage.peak) for stage in stages)
-        drawing = time.drawing(servers or layout.world)
+        drawing = time.drawing(servers or layout.world, None if servers else layout)
         return Way(mode, layout, servers, stages, drawing, time.learning(layout), fits)
 
     def asked(self, layout: Layout, settings: DiffusionTrainerConfig | None = None) -> Way:

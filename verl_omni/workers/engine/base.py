@@ -268,8 +268,8 @@ class DiffusionEngine(Passes):
             peft_config = next(iter(self.parts.values())).peft_config["default"].to_dict()
         if peft_config is not None and not base_sync_done:
             named = {base_name(n): p for n, p in self.module.named_parameters() if n not in self.parameters}
-        whole = ((n, p.full_tensor() if hasattr(p, "full_tensor") else p) for n, p in named.items())
-        return ((name, tensor.detach()) for name, tensor in whole), peft_config
+        rounded = ((n, p.detach() if dtype is None else p.detach().to(dtype)) for n, p in named.items())
+        return ((n, p.full_tensor() if hasattr(p, "full_tensor") else p) for n, p in rounded), peft_config
 
     # ---- data parallelism and checkpoints ------------------------------------------------------------
 

@@ -4,7 +4,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -64,6 +64,9 @@ class TrainingEngine(BaseEngine, ABC):
     fp8: Fp8Layers
 
     # ---- what one engine says of itself, in a folder of its own ---------------------------------------
+
+    #: whether it can draw without holding the whole model: see `by_blocks`
+    draws_by_blocks: ClassVar[bool] = False
 
     @classmethod
     def settings(cls, actor: DiffusionActorConfig) -> Any:
@@ -144,6 +147,10 @@ class TrainingEngine(BaseEngine, ABC):
         `precision` is fp8 where layers are to be computed in 8 bits, null for `dtype`.
         """
 
+    def by_blocks(self) -> AbstractContextManager[None]:
+        """Ready to generate too, where `draws_by_blocks`: a forward gathers one block after another from all ranks."""
+        raise NotImplementedError
+
     @abstractmethod
     def in_precision(self, precision: str | None) -> AbstractContextManager[None]:
         """Passes without a gradient inside are computed in this precision, by the policy that is swapped in."""
@@ -185,11 +192,12 @@ class TrainingEngine(BaseEngine, ABC):
 
     @abstractmethod
     def get_per_tensor_param(
-        self, base_sync_done: bool = True, **kwargs
+        self, base_sync_done: bool = True, dtype: torch.dtype | None = None, **kwargs
     ) -> tuple[Iterator[tuple[str, torch.Tensor]], dict[str, Any] | None]:
         """(weights by the module's own names, each gathered from all ranks; with LoRA, what peft knows of the adapter).
 
-        These are the trained weights: of a LoRA the adapter, unless the frozen weights below it have to go first.
+        These are the trained weights: of a LoRA the adapter, unless the frozen weights below it have to go first. Each
+        rank rounds its share to `dtype` before it is gathered.
         """
 
     @abstractmethod

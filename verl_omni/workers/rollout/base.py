@@ -81,6 +81,12 @@ class RolloutEngine(ABC):
         """The kind of its responses with this model, before anything is loaded."""
         return DiffusionModelBase.get_class(model_config).makes(model_config)
 
+    @classmethod
+    def receives(cls, model_config: DiffusionModelConfig, dtype: torch.dtype) -> torch.dtype | None:
+        """What trained weights are rounded to before they are sent to it, where training computes in `dtype`: the dtype
+        that it holds them in. None: as training holds them."""
+        return None
+
     @abstractmethod
     async def generate(
         self,

@@ -97,7 +97,8 @@ class DiffusersRollout(Drawer, BatchedRollout):
         self, training: TrainingEngine, policy: str, version: int, precision: str | None = None
     ) -> Iterator[None]:
         self.version = version
-        with training.eval_mode(), training.policy(policy), training.whole(precision):
+        gathered = training.by_blocks() if self.config.gather == "blocks" else training.whole(precision)
+        with training.eval_mode(), training.policy(policy), gathered:
             yield
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:

@@ -1,6 +1,9 @@
 """FSDP2: diffusers transformers spread over ranks, with gloo on CPUs and NCCL on GPUs."""
 
+import contextlib
+import functools
 import warnings
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -8,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from verl_omni.config import DiffusionActorConfig, FSDPConfig
 from verl_omni.workers.engine.base import MODEL_TYPE, DiffusionEngine
+from verl_omni.workers.engine.fsdp.in_step import InStep
 from verl_omni.workers.engine.fsdp.shard import shard
 from verl_omni.workers.layout import Layout
 
@@ -32,6 +36,8 @@ def divided(world: int, shard_group: tuple[str, int], sequence: tuple[str, int])
 @EngineRegistry.register(model_type=MODEL_TYPE, backend="fsdp2", device=["cpu", "cuda"])
 class DiffusersFSDPEngine(DiffusionEngine):
     """One rank trains the module as it is; several hold a share of each block, and gather it when it is used."""
+
+    draws_by_blocks = True
 
     @classmethod
     def settings(cls, actor: DiffusionActorConfig) -> FSDPConfig:
@@ -82,6 +88,28 @@ class DiffusersFSDPEngine(DiffusionEngine):
         for module in self._shards:
             module.set_reshard_after_forward(False, recurse=False)
             module.unshard()
+
+    @contextlib.contextmanager
+    def by_blocks(self) -> Iterator[None]:
+        if not self.layout.is_spread:
+            with self.whole():
+                yield
+            return
+        self.optimizer_zero_grad()
+        if self.shares_samples:
+            self.sequence.pause()
+        for module in self._shards:
+            module.set_reshard_after_forward(True, recurse=False)
+        self.settle()
+        try:
+            with self.in_step.running():
+                yield
+        finally:
+            self.release()
+
+    @functools.cached_property
+    def in_step(self) -> InStep:
+        return InStep(self.parts.values(), self.device)
 
     def release(self) -> None:
         if self.shares_samples:

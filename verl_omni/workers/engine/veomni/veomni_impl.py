@@ -36,6 +36,8 @@ def check_transformer(part: torch.nn.Module) -> None:
 class VeOmniEngine(DiffusersFSDPEngine):
     """What VeOmni makes of a module is FSDP2's: how it is gathered, and when gradients are summed, is as there."""
 
+    draws_by_blocks = False  # it gathers blocks ahead of their turn
+
     @classmethod
     def settings(cls, actor: DiffusionActorConfig) -> VeOmniConfig:
         return actor.veomni_config

@@ -64,6 +64,11 @@ class VllmOmniRollout(BatchedRollout):
         self.seconds: dict[str, float] = {}
 
     @classmethod
+    def receives(cls, model_config: DiffusionModelConfig, dtype: torch.dtype) -> torch.dtype | None:
+        """All weights are held in `dtype`. Adapters are added to others first, in float32."""
+        return None if model_config.lora_rank else dtype
+
+    @classmethod
     def beside(
         cls, training: TrainingEngine, config: DiffusionRolloutConfig, model_config: DiffusionModelConfig
     ) -> "VllmOmniRollout":
@@ -83,7 +88,8 @@ class VllmOmniRollout(BatchedRollout):
             if self._held != (policy, version):
                 self._held = None  # neither, where it fails halfway
                 with self._counted("weights"), training.eval_mode(), training.policy(policy):
-                    weights, peft_config = training.get_per_tensor_param()
+                    rounded = self.receives(self.model_config, training.dtype)
+                    weights, peft_config = training.get_per_tensor_param(dtype=rounded)
                     self.update_weights(weights, version, peft_config)
                 self._held = (policy, version)
             yield
