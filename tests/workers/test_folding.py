@@ -4,10 +4,24 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_cases import make_engine, model_config, set_weight
+import torch.distributed as dist
+from engine_cases import (
+    assert_same,
+    loss_function,
+    make_engine,
+    make_rollout,
+    model_config,
+    moved,
+    part,
+    roll_out,
+    set_weight,
+    update,
+    weights,
+)
+from ranks import start_ranks
 from tiny_models import tiny_checkpoint
 
-from verl_omni.workers.engine.lora import FoldedLora, base_name, folded
+from verl_omni.workers.engine.lora import FoldedLora, base_name, folded, lora_layers
 from verl_omni.workers.rollout.vllm_rollout.loading import TrainedWeights
 
 YOUNG = 1e-5  # of B: one step of Adam at that learning rate
@@ -107,3 +121,43 @@ def test_vllm_omni_draws_with_the_same_weights(engine):
     assert taken.keys() == drawn.keys() and taken
     for name, weight in taken.items():
         assert weight.dtype == torch.bfloat16 and torch.equal(weight, drawn[name]), name
+
+
+def rank_main(rank: int, folder: str, path: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(f"{folder}/meet", 2))
+    engine = make_engine(model_config(path, lora=True), fold_lora=True)
+    data = roll_out_folded(engine)
+    update(engine, part(data, slice(rank, None, 2)), loss_function())
+    again = roll_out_folded(engine)
+    learned = weights(engine)
+    if rank == 0:
+        torch.save((data, again, learned), f"{folder}/two.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def roll_out_folded(engine) -> dict[str, torch.Tensor]:
+    rollout = make_rollout(engine)
+    with engine.whole():
+        layers = lora_layers(engine.parts.values())
+        assert layers and all(layer.disable_adapters for layer in layers), "what is drawn with has no adapters"
+        data = roll_out(engine, rollout=rollout)
+    assert not any(layer.disable_adapters for layer in lora_layers(engine.parts.values()))
+    return data
+
+
+def test_two_ranks_fold_what_they_gather(tmp_path, process_group):
+    """They draw, learn, and draw again what one rank does, whose frozen weights stay as they are."""
+    start_ranks(rank_main, (str(tmp_path), str(tiny_checkpoint())))
+    engine = make_engine(model_config(tiny_checkpoint(), lora=True), fold_lora=True)
+    start = weights(engine)
+    data = roll_out_folded(engine)
+    update(engine, data, loss_function())
+    again = roll_out_folded(engine)
+    two = torch.load(tmp_path / "two.pt", weights_only=True)
+    for one, other in ((data, two[0]), (again, two[1])):
+        assert_same(one, other)
+    assert moved(weights(engine), start) > 1e-4
+    assert not torch.equal(again["all_latents"], data["all_latents"]), "with the learned weights"
+    assert_same(weights(engine), two[2])

@@ -99,7 +99,8 @@ class EngineConfig:
     )
     fold_lora: bool | None = knob(
         None,
-        "fold LoRA into a second copy of its weights for the rollout; null: on a GPU that has room for it",
+        "fold LoRA into a second copy of its weights for the rollout, or into those that ranks gather for it; null: on "
+        "a GPU that has room for it, with one rank",
         may_change=True,
     )
     fused_gelu: bool | None = knob(

@@ -49,16 +49,19 @@ def check_workers(settings: DiffusionTrainerConfig) -> None:
             f"actor_rollout_ref.actor.ppo_mini_batch_size * actor_rollout_ref.rollout.n = {mini} * {n} images do not "
             f"divide among {layout.data} {'groups' if shared else 'devices'}{shared}"
         )
+    each_has_all = ranks > 1 and layout.shard * layout.sequence == 1
     idle = {
         "fold_lora": {
             "without LoRA (model.lora_rank=0)": arr.model.lora_rank == 0,
             "beside rollout servers": servers,
             "with actor_rollout_ref.rollout.name=vllm_omni": arr.rollout.name == "vllm_omni",
+            f"where each of {ranks} ranks holds the whole weights (fsdp_size=1)": each_has_all,
         },
-        "compile_ahead": {},
+        # Each would start compilers of its own, on the cores of one machine.
+        "compile_ahead": {f"over the {ranks} ranks": ranks > 1},
     }
     for name, reasons in idle.items():
-        for why, holds in (reasons | {f"over the {ranks} ranks": ranks > 1}).items():
+        for why, holds in reasons.items():
             if getattr(arr.actor.engine, name) and holds:
                 raise ValueError(f"{ENGINE}.{name}=true does nothing {why}: leave it null")
     if settings.algorithm.sample_source == "online":

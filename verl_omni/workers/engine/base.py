@@ -32,7 +32,7 @@ from verl_omni.workers.engine.compile.blocks import compile_blocks
 from verl_omni.workers.engine.compile.compile_ahead import compile_ahead
 from verl_omni.workers.engine.compile.fused_gelu import fuse_gelu
 from verl_omni.workers.engine.fp8 import Fp8Layers
-from verl_omni.workers.engine.lora import FoldedLora, base_name
+from verl_omni.workers.engine.lora import FoldedLora, GatheredLora, base_name
 from verl_omni.workers.engine.module import autocast, build_module, fill_module, on_gpu, resolve_dtypes, rounds_alike
 from verl_omni.workers.engine.optimizer import build_optimizer
 from verl_omni.workers.engine.passes import Passes
@@ -104,7 +104,8 @@ class DiffusionEngine(Passes):
         if self.layout.is_spread:  # a single rank has nothing to share: it trains the module as it is
             self.spread()
         fill_module(self.module, self.model_config, self.device, self.model_dtype)
-        self.folded_lora = FoldedLora(self.parts.values()) if self._folds_lora() else None
+        folds = GatheredLora if self.layout.is_spread else FoldedLora
+        self.folded_lora = folds(self.parts.values()) if self._folds_lora() else None
         self.parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         self.optimizer, self.lr_scheduler = build_optimizer(
             list(self.parameters.values()), self.optimizer_config, self.device
@@ -127,8 +128,10 @@ class DiffusionEngine(Passes):
 
     def _folds_lora(self) -> bool:
         """By default on a GPU whose memory has a quarter left beside the weights and a copy of the adapted ones."""
-        if self.model_config.lora_rank == 0 or self.layout.is_spread or self.common.fold_lora is False:
+        if self.model_config.lora_rank == 0 or self.common.fold_lora is False:
             return False
+        if self.layout.is_spread:  # into what is gathered, where it is asked for: nobody has timed it on several GPUs
+            return bool(self.common.fold_lora) and self.layout.shard * self.layout.sequence > 1
         if self.common.fold_lora is None:
             if self.device.type != "cuda" or self.common.param_offload:
                 return False
@@ -216,9 +219,9 @@ class DiffusionEngine(Passes):
     def whole(self, precision: str | None = None) -> Iterator[None]:
         self.optimizer_zero_grad()  # gradients have had their step: a rollout can use the memory
         folds = self.folded_lora is not None
+        self.gather()
         if folds:
             self.folded_lora.swap_in(but=self.fp8.linears if precision else ())
-        self.gather()
         try:
             with self.fp8.held(folds) if precision else contextlib.nullcontext():
                 yield
@@ -260,7 +263,7 @@ class DiffusionEngine(Passes):
     # ---- weights for a rollout ------------------------------------------------------------------------
 
     def get_per_tensor_param(
-        self, base_sync_done: bool = True, **kwargs
+        self, base_sync_done: bool = True, dtype: torch.dtype | None = None, **kwargs
     ) -> tuple[Iterator[tuple[str, torch.Tensor]], dict[str, Any] | None]:
         self.settle()
         named, peft_config = self.parameters, None

@@ -132,3 +132,22 @@ class FoldedLora:
             layer.get_base_layer().weight.data = frozen
         for part in self.parts:
             part.enable_adapters()
+
+
+class GatheredLora:
+    """The same where ranks share the weights: what they gather for a rollout is a copy, and is forgotten after it."""
+
+    def __init__(self, parts: Iterable[torch.nn.Module]):
+        self.layers = lora_layers(parts)
+
+    @torch.no_grad()
+    def swap_in(self, but: Collection[torch.nn.Module] = ()) -> None:
+        for layer in self.layers:
+            if layer.get_base_layer() not in but:
+                weight = layer.get_base_layer().weight.data
+                weight.copy_(folded(weight, layer.get_delta_weight("default").float()))
+            layer._disable_adapters = True  # peft's own switch tells FSDP that they are not trained
+
+    def swap_out(self) -> None:
+        for layer in self.layers:
+            layer._disable_adapters = False
