@@ -6,7 +6,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from verl_omni.cli.supervisor import last_words
 from verl_omni.trainer import failures
-from verl_omni.trainer.failures import in_one_line, what_failed
+from verl_omni.trainer.failures import Dead, in_one_line, what_failed
 from verl_omni.trainer.interrupts import Stopped
 from verl_omni.trainer.progress import Progress, progress, timer
 from verl_omni.utils.errors import RunError
@@ -46,10 +46,18 @@ def test_an_error_of_any_process(error, line):
 
 
 def test_a_process_that_died_is_named_whoever_noticed_it(monkeypatch):
-    monkeypatch.setattr(failures, "dead_processes", lambda: iter([("model worker 1", 4711)]))
+    monkeypatch.setattr(failures, "dead_processes", lambda: iter([Dead("model worker 1", 4711, None)]))
     line = "model worker 1 (pid 4711) died during the update of step 2: it was killed, or it crashed"
     assert what_failed(ActorDiedError()) == line
     assert what_failed(in_a_worker(ActorDiedError())) == line
+    assert what_failed(in_a_worker(RuntimeError("Connection closed by peer"))) == line
+
+
+def test_a_machine_that_died_is_named_with_what_it_took_along(monkeypatch):
+    dead = [Dead("model worker 2", 7, "10.0.0.3"), Dead("model worker 3", 8, "10.0.0.3")]
+    monkeypatch.setattr(failures, "dead_processes", lambda: iter(dead))
+    line = "node 10.0.0.3 died during the update of step 2, and model worker 2 and model worker 3 with it"
+    assert what_failed(ActorDiedError()) == line
     assert what_failed(in_a_worker(RuntimeError("Connection closed by peer"))) == line
 
 

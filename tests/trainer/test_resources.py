@@ -60,10 +60,20 @@ def test_a_driver_without_a_gpu_asks_the_cluster(monkeypatch, back_to_the_cpu):
         nodes = {1: SimpleNamespace(resources_total={"CPU": 4.0}), 2: SimpleNamespace(resources_total={"GPU": gpus})}
         client = SimpleNamespace(get_all_node_info=lambda nodes=nodes: nodes)
         monkeypatch.setattr("ray._raylet.GcsClient", lambda address, client=client: client)
-        assert resources.choose_device(None, "head:6379") == device
+        for own in (True, False):  # of the machine that starts the run, which may be no part of the cluster
+            monkeypatch.setattr("torch.cuda.is_available", lambda own=own: own)
+            assert resources.choose_device(None, "head:6379") == device
         assert resources.choose_device("cuda", "head:6379") == "cuda", "the cluster may get its GPUs later"
     with pytest.raises(ValueError, match="ray://head:1 cannot be asked for GPUs: set it to cuda or cpu"):
         resources.choose_device(None, "ray://head:1")
+
+
+def test_workers_on_other_machines_share_the_cores_of_the_smallest(monkeypatch):
+    nodes = [{"Alive": True, "Resources": {"CPU": 8.0}}, {"Alive": True, "Resources": {"CPU": 6.0}}]
+    nodes += [{"Alive": True, "Resources": {}}, {"Alive": False, "Resources": {"CPU": 1.0}}]
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    assert resources.worker_environment("cpu", 2, "head:6379") == {"OMP_NUM_THREADS": "3"}
+    assert resources.worker_environment("cuda", 2, "head:6379") == {}
 
 
 def test_verl_computes_where_the_run_does(monkeypatch, tmp_path, back_to_the_cpu):

@@ -299,6 +299,9 @@ class RolloutPoolConfig:
 class RayConfig:
     num_cpus: int | None = knob(None, "CPUs that Ray may count on; null: all", least=1, most=MOST_NODES)
     address: str | None = knob(None, "a running Ray cluster; null: start one here")
+    env_vars: list[str] = knob(
+        [], "environment variables to take along to the machines of that cluster, by name", needs="ray.address"
+    )
     placement_timeout: float = knob(
         300.0, "seconds to wait for CPUs and GPUs that Ray has, while others hold them", above=0, most=MOST_SECONDS
     )

@@ -118,6 +118,9 @@ class _LocalGroup:
     def checkpoint_written(self, wait: bool) -> list[bool]:
         return [self.worker.checkpoint_written(wait)]
 
+    def checkpoint_files(self, path: str) -> list[list[str]]:
+        return [self.worker.checkpoint_files(path)]
+
     def publish_weights(self, policy: str, version: int) -> list[dict[str, torch.Tensor]]:
         engine = self.worker.engine
         self.worker.remember(policy, version)

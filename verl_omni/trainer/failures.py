@@ -1,9 +1,10 @@
 """An error that ends a run as one line: what was wrong in the user's words, or which process died at what."""
 
+import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf.errors import OmegaConfBaseException
 
@@ -14,6 +15,9 @@ from verl_omni.utils.hub import HubError
 
 # Their text says all that a user needs. Others are shown with their type.
 PLAIN = (ValueError, FileNotFoundError, ModuleNotFoundError, NotImplementedError, OmegaConfBaseException, HubError)
+
+# What ranks say whose partner is gone.
+LOST = re.compile("connection|peer|socket|nccl|timed out|timeout", re.IGNORECASE)
 
 _processes: dict[str, str] = {}  # Ray's id of an actor -> what we call it
 
@@ -56,35 +60,67 @@ def what_failed(error: BaseException) -> str:
         return line
     dead = who_died(error)
     if dead:
-        why = "it was killed, or it crashed" if len(dead) == 1 else "they were killed, or they crashed"
-        return f"{' and '.join(dead)} died during the {progress.where()}: {why}"
+        return how_they_died(dead)
     cause = innermost(error)
     if is_out_of_memory(cause) or isinstance(cause, PLAIN):
         return one_line(cause)
     return f"{type(cause).__name__} during the {progress.where()}: {one_line(cause)}"
 
 
-def who_died(error: BaseException) -> list[str]:
+class Dead(NamedTuple):
+    name: str
+    pid: int
+    node: str | None  # the address of its machine, where that has died
+
+    def __str__(self) -> str:
+        return self.name if self.node else f"{self.name} (pid {self.pid})"
+
+
+def how_they_died(dead: list[Dead]) -> str:
+    """A machine takes all of its processes along: then it is the one to be named."""
+    named = " and ".join(map(str, dead))
+    if nodes := sorted({one.node for one in dead if one.node}):
+        one = len(nodes) == 1
+        return (
+            f"{'node' if one else 'nodes'} {', '.join(nodes)} died during the {progress.where()}, and {named} with "
+            f"{'it' if one else 'them'}"
+        )
+    why = "it was killed, or it crashed" if len(dead) == 1 else "they were killed, or they crashed"
+    return f"{named} died during the {progress.where()}: {why}"
+
+
+def who_died(error: BaseException) -> list[Dead]:
     """Our processes that ended by themselves. One rank's death can reach us first as another rank's lost connection."""
     from ray.exceptions import RayActorError, RayTaskError
 
     deaths = [e for e in chain(error) if isinstance(e, RayActorError) and not e.actor_init_failed]
     broken = isinstance(innermost(error), RuntimeError | ConnectionError) and isinstance(error, RayTaskError)
-    deadline = time.monotonic() + (5 if deaths or broken else 0)
+    deadline = time.monotonic() + (_patience(innermost(error)) if deaths or broken else 0)
     while True:
-        dead = [f"{name} (pid {pid})" for name, pid in dead_processes()]
+        dead = list(dead_processes())
         if dead or time.monotonic() > deadline:
             return dead
         time.sleep(0.2)
 
 
-def dead_processes() -> Iterator[tuple[str, int]]:
-    import ray._private.state
+def _patience(error: BaseException) -> float:
+    """Seconds. Ray knows the end of a process at once, and that of a machine when it has not answered for a while."""
+    import ray
 
+    several = ray.is_initialized() and sum(node["Alive"] for node in ray.nodes()) > 1
+    return 30 if several and LOST.search(str(error)) else 5
+
+
+def dead_processes() -> Iterator[Dead]:
+    import ray
+
+    if not _processes:
+        return
+    gone = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if not node["Alive"]}
     for actor, name in _processes.items():
         state = ray._private.state.actors(actor)
         if state.get("State") == "DEAD":
-            yield name, state.get("Pid", 0)
+            yield Dead(name, state.get("Pid", 0), gone.get(state.get("Address", {}).get("NodeID")))
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -19,20 +19,20 @@ from verl_omni.utils import cpu_platform
 
 
 def choose_device(wanted: str | None, address: str | None = None) -> str:
-    """`cuda` or `cpu`, for verl too; null takes a GPU if there is one. With the address of a Ray, one there counts."""
+    """`cuda` or `cpu`, for verl too; null takes a GPU if there is one: here, or at the `address` of a Ray."""
     device = _device(wanted, address)
     cpu_platform.tell_verl(device)
     return device
 
 
 def _device(wanted: str | None, address: str | None) -> str:
-    has_gpu = torch.cuda.is_available()
     if wanted is None:
-        return "cuda" if has_gpu or (address is not None and cluster_has_gpus(address)) else "cpu"
+        return "cuda" if (torch.cuda.is_available() if address is None else cluster_has_gpus(address)) else "cpu"
     if wanted not in ("cuda", "cpu"):
         raise ValueError(f'trainer.device="{wanted}": expected cuda or cpu')
     if address is not None:
         return wanted
+    has_gpu = torch.cuda.is_available()
     if wanted == "cuda" and not has_gpu:
         raise ValueError("trainer.device=cuda, but torch sees no GPU here: use trainer.device=cpu")
     if wanted == "cpu" and has_gpu:
@@ -59,14 +59,23 @@ def rendezvous_ports() -> list[int]:
     return [20_000 + secrets.randbelow(12_000), 32_767]
 
 
-def worker_environment(device: str, workers_per_node: int) -> dict[str, str]:
-    """Ray gives a process one thread. On a CPU the workers share the cores that this process may use instead.
+def worker_environment(device: str, workers_per_node: int, address: str | None) -> dict[str, str]:
+    """Ray gives a process one thread. On a CPU the workers share the cores that this process may use instead, or those
+    of the smallest of several machines.
 
     Set as an environment variable, because a thread pool's size is read anew by every thread that computes.
     """
     if device != "cpu":
         return {}
-    return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // workers_per_node))}
+    cores = torch.get_num_threads() if address is None else _cores_of_a_node()
+    return {"OMP_NUM_THREADS": str(max(1, cores // workers_per_node))}
+
+
+def _cores_of_a_node() -> int:
+    import ray
+
+    counts = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    return min(filter(None, counts), default=1)
 
 
 def busy_at_once(config: DictConfig, here: int) -> int:
@@ -134,7 +143,7 @@ def python_path() -> list[str]:
 
 def ray_arguments(config: DictConfig) -> dict[str, Any]:
     """How to start Ray, or what to tell a running one. Worker processes see the same modules as this one."""
-    environment = {
+    environment = {name: os.environ[name] for name in config.ray.env_vars} | {
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join(python_path()),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

@@ -163,7 +163,7 @@ def ask_reward(config: DictConfig) -> None:
 def _run_on_ray(config: DictConfig, task_runner_class: Any, quiet: bool) -> None:
     import ray
 
-    from verl_omni.trainer.checks.hub_names import fetch_on_nodes
+    from verl_omni.trainer.nodes import check_nodes, fetch_on_nodes
     from verl_omni.trainer.resources import start_ray
     from verl_omni.trainer.run_folder.log import keep_daemons_quiet, open_run_log
 
@@ -180,6 +180,7 @@ def _run_on_ray(config: DictConfig, task_runner_class: Any, quiet: bool) -> None
                 keep_daemons_quiet()
             daemons = start_ray(config) if started else None
             if config.ray.address is not None:
+                check_nodes(config)
                 fetch_on_nodes(config)
             interrupts.listen()
             with daemons.watched() if daemons else contextlib.nullcontext():

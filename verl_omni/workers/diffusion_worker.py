@@ -417,6 +417,11 @@ class DiffusionWorker(Worker):
         return self.engine.checkpoint_written(wait)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def checkpoint_files(self, path: str) -> list[str]:
+        """What is in a checkpoint as this rank's machine sees it."""
+        return sorted(file.relative_to(path).as_posix() for file in Path(path).rglob("*") if file.is_file())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def give_up_checkpoint(self) -> None:
         """Of one that has failed: when this returns, nothing is written here any more."""
         self.engine.give_up_checkpoint()

@@ -3,6 +3,8 @@
 import os
 import socket
 
+import psutil
+import ray
 import torch.distributed as dist
 from verl.utils.device import get_device_name, get_nccl_backend
 from verl.utils.distributed import initialize_global_process_group_ray
@@ -17,6 +19,7 @@ def join_process_group() -> bool:
     """
     if dist.is_initialized():
         return False
+    name_own_interface()
     device = get_device_name()
     backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{get_nccl_backend()}"
     if os.environ["MASTER_ADDR"] != LOOPBACK or "DIST_INIT_METHOD" in os.environ:
@@ -26,6 +29,17 @@ def join_process_group() -> bool:
     store = loopback_store(rank, ranks, int(os.environ["MASTER_PORT"]))
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
     return True
+
+
+def name_own_interface() -> None:
+    """gloo looks up the machine's own name, which many answer with a loopback address. Ray knows the one to be used."""
+    if "GLOO_SOCKET_IFNAME" in os.environ or not ray.is_initialized():
+        return
+    address = ray.util.get_node_ip_address().strip("[]")
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in addresses):
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+            return
 
 
 def loopback_store(rank: int, ranks: int, port: int) -> dist.Store:

@@ -57,22 +57,11 @@ def fetch_models(config: DictConfig) -> None:
     """What the hub has of them comes to this machine, and is whole, before anything else of the run starts."""
     if models_of(config):
         check_model_folder(OmegaConf.to_object(config.actor_rollout_ref.model))
-        _fetch(models_of(config))
+        fetch(models_of(config))
 
 
-def fetch_on_nodes(config: DictConfig) -> None:
-    """The same on every machine of a cluster, once on each."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    if names := models_of(config):
-        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-        where = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
-        fetch = ray.remote(_fetch)
-        ray.get([fetch.options(num_cpus=0, scheduling_strategy=place).remote(names) for place in where])
-
-
-def _fetch(names: list[str]) -> None:
+def fetch(names: list[str]) -> None:
+    """To this machine."""
     for name in names:
         hub.fetch_weights(hub.model_folder(name, weights=False))
 

@@ -33,7 +33,8 @@ def check_precision(settings: DiffusionTrainerConfig) -> None:
     for name, precision in asked.items():
         if precision not in engine_class(arr.rollout.name).precisions:
             raise ValueError(f"{name}={precision}: {_why_not(arr.rollout.name)}; leave it out, or choose diffusers")
-    if asked and settings.trainer.device != "cpu" and torch.cuda.is_available():
+    # Of other machines, the GPU that is to do it says so.
+    if asked and settings.trainer.device != "cpu" and settings.ray.address is None and torch.cuda.is_available():
         refuse_old_gpu("cuda")
     if arr.ref.precision is not None:
         _check_reference(settings)

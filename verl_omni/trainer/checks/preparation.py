@@ -38,6 +38,7 @@ from verl_omni.rewards.choice import read_choices, weighted
 from verl_omni.trainer.checks.correction import check_correction_fits, fill_correction
 from verl_omni.trainer.checks.groups import check_branches, check_filter, check_pairwise, check_pool
 from verl_omni.trainer.checks.hub_names import pinned_names, with_names
+from verl_omni.trainer.checks.machines import check_variables, with_absolute_paths
 from verl_omni.trainer.checks.precision import check_precision
 from verl_omni.trainer.checks.preference import check_trainer_fits
 from verl_omni.trainer.checks.rewriter import check_rewriter
@@ -69,11 +70,10 @@ def prepare_config(config: DictConfig) -> DictConfig:
     fill_correction(settings)
     check_effect(given, settings)
     _check(settings)
-    # Processes of a cluster are in other folders and may have another home. On this machine all have one folder, and a
-    # user sees the path that was typed.
-    folder = os.path.expanduser(settings.trainer.default_local_dir)
-    settings.trainer.default_local_dir = os.path.abspath(folder) if settings.ray.address else folder
-    return with_names(OmegaConf.structured(settings), known)
+    settings.trainer.default_local_dir = os.path.expanduser(settings.trainer.default_local_dir)
+    prepared = with_names(OmegaConf.structured(settings), known)
+    # On this machine all processes have one folder, and a user sees the paths that were typed.
+    return with_absolute_paths(prepared) if settings.ray.address else prepared
 
 
 @functools.cache
@@ -176,6 +176,7 @@ def _check(settings: DiffusionTrainerConfig) -> None:
     _check_numbers(settings)
     _check_best(settings)
     check_workers(settings)
+    check_variables(settings)
 
 
 def _check_adapter(settings: DiffusionTrainerConfig, adapter: type[DiffusionModelBase]) -> None:

@@ -32,7 +32,7 @@ def start_workers(
         resource_pool=pools.get_resource_pool(Role.ActorRollout),
         ray_cls_with_init=RayClassWithInitArgs(classes[Role.ActorRollout], config=config),
         device_name=device,
-        worker_env=worker_environment(device, busy_at_once(config, config.trainer.n_gpus_per_node)),
+        worker_env=worker_environment(device, busy_at_once(config, config.trainer.n_gpus_per_node), config.ray.address),
         master_port_range=rendezvous_ports(),
     )
     know("model worker", workers.workers)

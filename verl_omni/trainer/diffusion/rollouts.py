@@ -184,10 +184,11 @@ def start_servers(config: DictConfig, device: str, places: list[dict[str, Any]])
     """A rollout server in each of these places."""
     rollout = config.actor_rollout_ref.rollout
     server = ray.remote(server_class(rollout.name))
+    busy = busy_at_once(config, rollout.n_gpus_per_node or 1)
     others = {
         # With a checkpoint engine, nobody keeps the weights that a server would need which has been started again.
         "max_restarts": 0 if rollout.checkpoint_engine.backend else rollout.server_restarts,
-        "runtime_env": {"env_vars": worker_environment(device, busy_at_once(config, rollout.n_gpus_per_node or 1))},
+        "runtime_env": {"env_vars": worker_environment(device, busy, config.ray.address)},
     }
     return [server.options(**place, **others).remote(config) for place in places]
 

@@ -150,6 +150,17 @@ def data_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
+def check_all_seen(place: Path, seen: list[list[str]]) -> None:
+    """What ranks see of a checkpoint that they have written is here: else one of them wrote it to another disk."""
+    for rank, files in enumerate(seen):
+        for name in files:
+            if not (place / name).is_file():
+                raise CheckpointError(
+                    f"rank {rank} has written {name} of a checkpoint to a disk that the trainer does not see: "
+                    f'trainer.default_local_dir="{place.parent}" has to be on a disk that all nodes share'
+                )
+
+
 def check_room(folder: Path, needed: int) -> None:
     """Refuse to begin a checkpoint that the disk has no room for."""
     free = shutil.disk_usage(folder).free

@@ -69,6 +69,8 @@ class Checkpoints:
         if not written:
             self.unpublished = unpublished
             return []
+        with unpublished.writing() as place:
+            checkpointing.check_all_seen(place, workers.checkpoint_files(str(place)))
         found = unpublished.publish()
         self.saving.saved(self.folder, unpublished.step)
         return [found]
