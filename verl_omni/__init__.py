@@ -8,9 +8,13 @@
 import importlib
 from typing import Any
 
-_NAMES = {"train": "verl_omni.api.training", "Run": "verl_omni.api.run"}
+_NAMES = {
+    "Callback": "verl_omni.trainer.callbacks",
+    "Run": "verl_omni.api.run",
+    "train": "verl_omni.api.training",
+}
 
-__all__ = ["Run", "__version__", "train"]
+__all__ = ["Callback", "Run", "__version__", "train"]
 
 
 def __getattr__(name: str) -> Any:

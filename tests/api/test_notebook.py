@@ -30,6 +30,11 @@ def test_the_run_was_rewarded_by_the_notebooks_own_function(left):
     assert scores[-1] == pytest.approx(sum(map(redness, images)) / 2, abs=1e-6)
 
 
+def test_its_callback_was_called_here(left):
+    rewards = [row["critic/rewards/max"] for row in left["run"].metrics if "critic/rewards/max" in row]
+    assert left["best"].rewards == rewards and len(rewards) == 2
+
+
 def test_what_the_run_is_in_a_notebook(left):
     run = left["run"]
     assert list(run.checkpoints) == [1, 2] and run.last == run.checkpoints[2] and run.best in run.checkpoints.values()

@@ -8,11 +8,21 @@ import sys
 import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+from verl.protocol import DataProto
 
 import verl_omni
 from verl_omni.api import reward_at_home, training
+from verl_omni.api.callbacks_at_home import AT_HOME, Told
 from verl_omni.api.home import Home, call_home
+from verl_omni.trainer import callbacks
+from verl_omni.trainer.callbacks import UsersCallbacks
+from verl_omni.trainer.progress import Stages
 from verl_omni.utils.errors import RunError
+
+
+class Misspelt(verl_omni.Callback):
+    def on_step_ended(self, run, step): ...
 
 
 @pytest.fixture
@@ -78,7 +88,7 @@ try:
 except ZeroDivisionError as error:
     print(error)
 """
-    with Home(training.at_home(reward)) as home:
+    with Home({"reward": training.at_home(reward)}) as home:
         asked = [sys.executable, "-c", code]
         done = subprocess.run(asked, env=os.environ | home.environment, capture_output=True, text=True)
     assert done.stdout.splitlines() == ["{'score': 0.5, 'length': 5}", "no"], done.stderr
@@ -95,7 +105,7 @@ def test_many_images_at_once_a_coroutine_and_an_exception_of_ones_own():
         return [len(prompt) for prompt in prompts]
 
     image = torch.zeros(3, 2, 2)
-    with Home(training.at_home(reward)) as home, pytest.MonkeyPatch.context() as patch:
+    with Home({"reward": training.at_home(reward)}) as home, pytest.MonkeyPatch.context() as patch:
         for name, value in home.environment.items():
             patch.setenv(name, value)
         named = {"data_sources": [], "ground_truths": [], "extra_infos": [], "code": ""}
@@ -105,7 +115,7 @@ def test_many_images_at_once_a_coroutine_and_an_exception_of_ones_own():
         assert type(raised.value).__name__ == "Odd"
         patch.setenv("VERL_OMNI_HOME_KEY", "00" * 32)
         with pytest.raises(multiprocessing.AuthenticationError):
-            call_home({})
+            call_home("reward", {})
 
 
 def test_a_function_says_what_it_was_written_as(started, tmp_path):
@@ -121,11 +131,80 @@ def test_a_function_says_what_it_was_written_as(started, tmp_path):
 def test_what_cannot_work_is_refused_before_anything_starts(started, tmp_path):
     with pytest.raises(ValueError, match="parameter 'picture'|picture"):
         verl_omni.train("m", "prompts.txt", lambda picture: 1.0, folder=tmp_path)
-    with pytest.raises(ValueError, match="not to be reached from the other machines"):
-        verl_omni.train("m", "prompts.txt", lambda image: 1.0, folder=tmp_path, ray={"address": "auto"})
+    elsewhere = {"folder": tmp_path, "ray": {"address": "auto"}}
+    with pytest.raises(ValueError, match="a reward of this process is not to be reached from the other machines"):
+        verl_omni.train("m", "prompts.txt", lambda image: 1.0, **elsewhere)
+    with pytest.raises(ValueError, match=r'a callback of this .* trainer={"callbacks": \["mine.py:Watch"\]}'):
+        verl_omni.train("m", "prompts.txt", callbacks=[verl_omni.Callback()], **elsewhere)
+    with pytest.raises(ValueError, match="is no object of a subclass of verl_omni.Callback"):
+        verl_omni.train("m", "prompts.txt", callbacks=[verl_omni.Callback], folder=tmp_path)
+    with pytest.raises(ValueError, match='Misspelt would never be called.*"on_step_end"'):
+        verl_omni.train("m", "prompts.txt", callbacks=[Misspelt()], folder=tmp_path)
     assert not started
 
 
 def test_the_commands_last_line_is_the_error(tmp_path):
     with pytest.raises(RunError, match="^trainer.sav_freq: there is no such|sav_freq"):
         verl_omni.train("m", "prompts.txt", "ocr", folder=tmp_path / "run", trainer={"sav_freq": 1})
+
+
+class Notes(verl_omni.Callback):
+    """What it is told, in this process."""
+
+    def __init__(self, stop_at: int):
+        self.told, self.stop_at = [], stop_at
+
+    def on_run_start(self, run):
+        self.told.append(("start", run.config.trainer.seed, run.total_steps, run.folder.name, os.getpid()))
+
+    def on_step_end(self, run, step):
+        step.metrics["mine/rows"] = len(step.batch)
+        self.told.append(("step", run.step, step.number, step.last, step.timing))
+        if run.step == self.stop_at:
+            run.stop()
+
+    def on_validation(self, run, metrics):
+        self.told.append(("validation", metrics))
+
+    def on_checkpoint(self, run, folder):
+        raise KeyError(folder.name)
+
+    def on_run_end(self, run, error):
+        self.told.append(("end", error and (type(error), str(error))))
+
+
+def test_callbacks_are_objects_of_this_process(monkeypatch, tmp_path):
+    """As `trainer.callbacks` has them called by the run's driver."""
+    rows = DataProto.from_dict({"sample_level_rewards": torch.tensor([[1.0], [3.0]])})
+    notes = Notes(stop_at=2)
+    with Home({"callbacks": Told([notes])}) as home:
+        for name, value in home.environment.items():
+            monkeypatch.setenv(name, value)
+        driver = UsersCallbacks([AT_HOME])
+        run = callbacks.Run(OmegaConf.create({"trainer": {"seed": 7}}), tmp_path / "run", total_steps=3)
+        driver.on_run_start(run)
+        stopped = []
+        monkeypatch.setattr(callbacks, "request_stop", lambda: stopped.append(run.step))
+        for run.step in (1, 2):
+            step = callbacks.Step(run.step, {"critic/rewards/mean": 2.0}, rows, Stages(), last=False)
+            driver.on_step_end(run, step)
+            assert step.metrics == {"critic/rewards/mean": 2.0, "mine/rows": 2}
+        driver.on_validation(run, {"val-core/x": 1.0})
+        failed = "^trainer.callbacks: Notes failed in on_checkpoint: KeyError: 'global_step_2'$"
+        with pytest.raises(RunError, match=failed):
+            driver.on_checkpoint(run, tmp_path / "global_step_2")
+        driver.on_run_end(run, ValueError("no"))
+    assert stopped[0] == 2, "asked for in this process, heard by the driver"
+    assert notes.told == [
+        ("start", 7, 3, "run", os.getpid()),
+        ("step", 1, 1, False, {}),
+        ("step", 2, 2, False, {}),
+        ("validation", {"val-core/x": 1.0}),
+        ("end", (ValueError, "no")),
+    ]
+
+
+def test_callbacks_come_after_those_of_the_settings(started, tmp_path):
+    verl_omni.train("m", "p.txt", "ocr", folder=tmp_path, callbacks=[Notes(1)], trainer={"callbacks": ["a.py:A"]})
+    ((command, environment),) = started
+    assert settings(command)["trainer.callbacks"] == ["a.py:A", AT_HOME] and "VERL_OMNI_HOME" in environment

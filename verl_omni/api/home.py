@@ -9,7 +9,7 @@ import pickle
 import secrets
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from types import TracebackType
@@ -19,10 +19,10 @@ ADDRESS, KEY = "VERL_OMNI_HOME", "VERL_OMNI_HOME_KEY"
 
 
 class Home:
-    """Answers calls of `function` from other processes of this user, for as long as the `with` lasts."""
+    """Answers calls of functions, by name, from other processes of this user, for as long as the `with` lasts."""
 
-    def __init__(self, function: Callable[..., Any]):
-        self.function = function
+    def __init__(self, functions: Mapping[str, Callable[..., Any]]):
+        self.functions = functions
         self._folder = tempfile.TemporaryDirectory(prefix="verl-omni-")
         self._key = secrets.token_bytes(32)
         self._listener = Listener(str(Path(self._folder.name, "home")), "AF_UNIX", backlog=128, authkey=self._key)
@@ -52,25 +52,25 @@ class Home:
 
     def _answer(self, connection: Connection) -> None:
         with connection:
-            arguments = pickle.loads(connection.recv_bytes())  # from a process of this run: it knew the key
+            name, arguments = pickle.loads(connection.recv_bytes())  # from a process of this run: it knew the key
             try:
-                answer = ("", self.function(**arguments))
+                answer = ("", self.functions[name](**arguments))
             except Exception as error:  # noqa: BLE001  (it is the caller's)
                 answer = (type(error).__name__, str(error))
             connection.send_bytes(pickle.dumps(answer))
 
 
-def call_home(arguments: dict[str, Any]) -> Any:
-    """What the function answers, in whichever process of the run this is."""
+def call_home(name: str, arguments: dict[str, Any]) -> Any:
+    """What the function of that name answers, in whichever process of the run this is."""
     with Client(os.environ[ADDRESS], "AF_UNIX", authkey=bytes.fromhex(os.environ[KEY])) as connection:
-        connection.send_bytes(pickle.dumps(arguments))  # `send` would share a tensor's memory, with other keys
+        connection.send_bytes(pickle.dumps((name, arguments)))  # `send` would share a tensor's memory, with other keys
         kind, answer = pickle.loads(connection.recv_bytes())
     if kind:
-        raise _known(kind)(answer)
+        raise known(kind)(answer)
     return answer
 
 
-def _known(kind: str) -> type[Exception]:
+def known(kind: str) -> type[Exception]:
     """The exception of that name; one of the user's own is not known here."""
     import builtins
 

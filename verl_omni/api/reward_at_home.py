@@ -4,11 +4,13 @@ from typing import Any
 
 from verl_omni.api.home import call_home
 
+REWARD = "reward"
+
 
 def one(solution_image: Any, data_source: str, prompt: str, ground_truth: Any, extra_info: dict, code: str) -> Any:
     """`code` is what the function was written as: a run that goes on with another one is told so."""
     named = {"data_source": data_source, "prompt": prompt, "ground_truth": ground_truth, "extra_info": extra_info}
-    return call_home({"solution_image": solution_image, **named})
+    return call_home(REWARD, {"solution_image": solution_image, **named})
 
 
 def many(
@@ -20,4 +22,4 @@ def many(
     code: str,
 ) -> Any:
     named = {"prompts": prompts, "ground_truths": ground_truths, "extra_infos": extra_infos}
-    return call_home({"solution_images": solution_images, "data_sources": data_sources, **named})
+    return call_home(REWARD, {"solution_images": solution_images, "data_sources": data_sources, **named})

@@ -12,14 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from verl_omni.api.callbacks_at_home import AT_HOME, CALLBACKS, Told
 from verl_omni.api.home import Home
+from verl_omni.api.reward_at_home import REWARD
 from verl_omni.api.run import Run
 from verl_omni.utils.errors import RunError
 
 Prompts = str | Path | Sequence[str | Mapping[str, Any]]
 OWN = "reward.custom_reward_function"
+IN_A_FILE = {REWARD: 'reward="mine.py"', CALLBACKS: 'trainer={"callbacks": ["mine.py:Watch"]}'}
+
+if TYPE_CHECKING:
+    from verl_omni.trainer.callbacks import Callback
 
 
 def train(
@@ -31,6 +37,7 @@ def train(
     val_prompts: Prompts | None = None,
     folder: str | Path = "outputs/verl-omni/default",
     on_step: Callable[[dict[str, float]], Any] | None = None,
+    callbacks: Sequence["Callback"] = (),
     settings: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> Run:
@@ -40,8 +47,9 @@ def train(
     `reward` a function (a lambda, a closure, one that is defined in a notebook), the path of a Python file with
     `compute_score`, or the name of a registered reward. A function is called in this process, one call at a time or, if
     it takes `images`, many images at once. `on_step` is called with the metrics of every step; if it returns False the
-    run is saved and ends. All other settings have the command's names: `settings={"trainer.save_freq": 10}`, or nested,
-    `trainer={"save_freq": 10}`.
+    run is saved and ends. `callbacks` are objects of subclasses of `verl_omni.Callback`: they are called in this
+    process too, and training waits for them. All other settings have the command's names:
+    `settings={"trainer.save_freq": 10}`, or nested, `trainer={"save_freq": 10}`.
     """
     given = flat({**(settings or {}), **more})
     given.setdefault("trainer.default_local_dir", str(folder))
@@ -52,15 +60,25 @@ def train(
         "data.val_files": _as_files(val_prompts, folder, "val_prompts"),
     }
     given |= {name: value for name, value in named.items() if value is not None}
+    functions: dict[str, Callable[..., Any]] = {}
+    if callable(reward):
+        functions[REWARD] = at_home(reward)
+        given |= _settings_of(reward)
+    elif reward is not None:
+        own = str(reward).endswith(".py")
+        given |= {f"{OWN}.path": str(reward)} if own else {"reward.scorers": [{"name": str(reward), "weight": 1}]}
+    if callbacks:
+        functions[CALLBACKS] = Told(callbacks)
+        given["trainer.callbacks"] = [*(given.get("trainer.callbacks") or ()), AT_HOME]
+    for name in functions if given.get("ray.address") else ():
+        raise ValueError(
+            f"a {name.removesuffix('s')} of this process is not to be reached from the other machines of ray.address: "
+            f"write it in a file, {IN_A_FILE[name]}"
+        )
     with ExitStack() as stack:
         environment = dict(os.environ)
-        if callable(reward):
-            home = stack.enter_context(Home(at_home(reward)))
-            environment |= home.environment
-            given |= _settings_of(reward, given)
-        elif reward is not None:
-            own = str(reward).endswith(".py")
-            given |= {f"{OWN}.path": str(reward)} if own else {"reward.scorers": [{"name": str(reward), "weight": 1}]}
+        if functions:
+            environment |= stack.enter_context(Home(functions)).environment
         words = [*([recipe] if recipe else []), *(f"{name}={typed(value)}" for name, value in given.items())]
         _run([sys.executable, "-m", "verl_omni.trainer.main_diffusion", *words], environment, folder, on_step)
     return Run(folder)
@@ -116,14 +134,9 @@ async def _awaited(said: Any) -> Any:
     return await said
 
 
-def _settings_of(reward: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _settings_of(reward: Callable[..., Any]) -> dict[str, Any]:
     from verl_omni.rewards.reward_function import RewardFunction
 
-    if given.get("ray.address"):
-        raise ValueError(
-            "a reward of this process is not to be reached from the other machines of ray.address: write it in a file, "
-            'reward="mine.py"'
-        )
     function = "many" if RewardFunction(reward, _name(reward)).batched else "one"
     path = str(Path(__file__).with_name("reward_at_home.py"))
     return {f"{OWN}.path": path, f"{OWN}.name": function, f"{OWN}.reward_kwargs": {"code": _code(reward)}}

@@ -1,6 +1,6 @@
 """What is called as a run goes on: a class of the user's own may be among it (`trainer.callbacks`).
 
-    from verl_omni.trainer.callbacks import Callback
+    from verl_omni import Callback
 
     class Watch(Callback):
         def on_step_end(self, run, step):
@@ -13,16 +13,17 @@ import importlib
 import inspect
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from omegaconf import DictConfig
-from verl.protocol import DataProto
+from typing import TYPE_CHECKING, Any
 
 from verl_omni.trainer.interrupts import request_stop, stop_requested
 from verl_omni.trainer.progress import Stages
 from verl_omni.utils.errors import RunError
 from verl_omni.utils.suggest import unknown
 from verl_omni.utils.time_limit import time_limit
+
+if TYPE_CHECKING:  # a notebook that writes a callback waits for none of them
+    from omegaconf import DictConfig
+    from verl.protocol import DataProto
 
 SETTING = "trainer.callbacks"
 
@@ -31,7 +32,7 @@ SETTING = "trainer.callbacks"
 class Run:
     """A run and how far it is."""
 
-    config: DictConfig  # as the run's config.yaml has it
+    config: "DictConfig"  # as the run's config.yaml has it
     folder: Path
     total_steps: int = 0
     step: int = 0  # training steps behind it
@@ -45,13 +46,19 @@ class Run:
         return stop_requested()
 
 
+def no_rows() -> "DataProto":
+    from verl.protocol import DataProto
+
+    return DataProto()
+
+
 @dataclass
 class Step:
     """A training step that has been learned."""
 
     number: int  # from 1 on
     metrics: dict[str, float]  # what is added before the step's line is written goes to all trackers
-    batch: DataProto = field(repr=False, default_factory=DataProto)  # its rows, rewards and advantages; no images
+    batch: "DataProto" = field(repr=False, default_factory=no_rows)  # its rows, rewards and advantages; no images
     timing: Stages = field(default_factory=Stages)
     last: bool = False
     end: Exception | None = None  # the run ends after this step, with this
@@ -120,6 +127,8 @@ class UsersCallbacks(Callback):
 def _call(name: str, callback: Callback, event: str, *told: Any) -> None:
     try:
         getattr(callback, event)(*told)
+    except RunError:  # its own line, of one that speaks for others
+        raise
     except (Exception, SystemExit) as error:
         raise RunError(f"{SETTING}: {name} failed in {event}: {type(error).__name__}: {error}") from error
 
@@ -145,12 +154,16 @@ def callback_class(spec: str) -> type[Callback]:
         raise RunError(f"{SETTING}: {unknown(f'class in {place}', name, [n for n in own if n != 'Callback'])}")
     if not (inspect.isclass(found) and issubclass(found, Callback)):
         raise RunError(f"{SETTING}: {spec} is no subclass of verl_omni.trainer.callbacks.Callback")
-    for event in dir(found):
-        if event.startswith("on_") and event not in EVENTS:
-            raise RunError(f"{SETTING}: {spec} would never be called: {unknown('method', event, EVENTS)}")
+    check_methods(spec, found)
     if wanted := [p.name for p in inspect.signature(found).parameters.values() if p.default is p.empty and _given(p)]:
         raise RunError(f"{SETTING}: {spec} is made without arguments, and wants {', '.join(wanted)}")
     return found
+
+
+def check_methods(name: str, found: type[Callback]) -> None:
+    for event in dir(found):
+        if event.startswith("on_") and event not in EVENTS:
+            raise RunError(f"{SETTING}: {name} would never be called: {unknown('method', event, EVENTS)}")
 
 
 def _given(parameter: inspect.Parameter) -> bool:
