@@ -136,3 +136,12 @@ def test_what_a_reward_compares_with_is_asked_for_at_once(images, monkeypatch):
         monkeypatch, "--scorer", "ocr_line", "images"
     )
     assert 'the reward "clip_score" reads the prompt' in run(monkeypatch, "--scorer", "clip_score", "images")
+
+
+def test_the_grid_of_a_folder_that_sample_wrote_is_no_sample(images, monkeypatch, capsys):
+    Image.new("RGB", (48, 16)).save(images / "images/grid.png")
+    assert run(monkeypatch, "--function", "mine.py", "images", "--ground-truth", "x") == 0
+    assert "grid.png" in capsys.readouterr().out  # somebody's own image of that name
+    (images / "images/samples.jsonl").write_text("")
+    assert run(monkeypatch, "--function", "mine.py", "images", "--ground-truth", "x") == 0
+    assert "grid.png" not in capsys.readouterr().out

@@ -8,14 +8,16 @@ import io
 import json
 import re
 import shutil
+import sys
 import wave
 from pathlib import Path
 
 import pytest
 import torch
-from e2e_runs import ROOT, metrics, run_here, settings
+from e2e_runs import ROOT, drawn_again, metrics, run_here, settings
 from tiny_models import tiny_checkpoint
 
+from verl_omni.cli import score
 from verl_omni.utils.errors import RunError
 
 MODEL, FLOW = "actor_rollout_ref.model.", "actor_rollout_ref.actor.diffusion_loss.loss_mode=flow_grpo"
@@ -102,6 +104,17 @@ def test_a_model_that_makes_videos_with_sound(tmp_path, monkeypatch, process_gro
             assert len(list(file.decode(video=0))) == 5
         assert base64.b64encode(content).decode() in page
     assert "<video controls" in page and 'poster="data:image/png' in page and "<polygon" in page
+    again = drawn_again(done, 2)
+    files = [done / "again" / f"{row['index']}.mp4" for row in again]
+    asked = ["--function", "reward.py", "--json", "scores.jsonl", *map(str, files)]
+    monkeypatch.setattr(sys, "argv", ["verl-omni score", *asked])
+    with pytest.raises(SystemExit) as ended:
+        score.main()
+    assert ended.value.code == 0 and "<video controls" in (tmp_path / "scores.html").read_text()
+    lines = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
+    # The file has the sound as a codec left it.
+    told = [line["compute_score"]["score"] for line in lines]
+    assert told == pytest.approx([row["score"] for row in again], rel=0.5) and min(told) > 0
 
 
 @pytest.mark.parametrize("separate", [False, True])

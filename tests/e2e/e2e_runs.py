@@ -261,3 +261,24 @@ def metrics(run_dir: Path) -> dict[int, dict[str, float]]:
     assert not documented_metrics.unknown(name for line in lines for name in line["data"])
     timed = ("timing", "perf/", "idle/")
     return {line["step"]: {k: v for k, v in line["data"].items() if not k.startswith(timed)} for line in lines}
+
+
+def drawn_again(run: Path, step: int, at_once: int = 100) -> list[dict]:
+    """`verl-omni sample` with what a run has saved: the files that its validation wrote, whose lines are returned."""
+    from verl_omni.agent_loop.outputs import written
+    from verl_omni.cli.painter import Painter
+    from verl_omni.cli.trained import find_weights
+
+    folder = run / f"validation/step_{step}"
+    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    painter = Painter(find_weights(run / f"global_step_{step}"), {}, "cpu")
+    parts = [rows[i : i + at_once] for i in range(0, len(rows), at_once)]
+    away = [" "] * at_once  # the negative prompt of `prompts`
+    asked = [([r["prompt"] for r in part], [r["seed"] for r in part], away) for part in parts]
+    drawn = [one for part in asked for one in painter.draw(*part)]
+    for row, one in zip(rows, drawn, strict=True):
+        place = written(one.response, run / "again" / str(row["index"]))
+        name = place.get("image") or place["file"]
+        assert (run / "again" / name).read_bytes() == (folder / (row.get("image") or row["file"])).read_bytes()
+        assert place.keys() <= row.keys() and one.told == {k: row[k] for k in ("written", "cut_to") if k in row}
+    return rows

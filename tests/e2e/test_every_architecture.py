@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as upstream
-from e2e_runs import metrics, prompts, settings
+from e2e_runs import drawn_again, metrics, prompts, settings
 from PIL import Image
 from tiny_models import tiny_checkpoint
 
@@ -88,3 +88,5 @@ def test_two_steps(architecture, tmp_path, monkeypatch, process_group):
         if algorithm in RATIOS:
             assert seen[step]["actor/first_ratio_max_dev"] <= 1e-6
     assert list((run_dir / "global_step_2" / "export").rglob("*.safetensors"))
+    if architecture == "LongCatAudioDiTPipeline":  # others: tests/cli/test_weights_of_a_run.py
+        assert all(row["kind"] == "sound" for row in drawn_again(run_dir, 2, at_once=1))

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from e2e_runs import metrics, run_here, settings
+from e2e_runs import drawn_again, metrics, run_here, settings
 from safetensors.torch import load_file
 from tiny_language_model import REWRITER, language_model_folder, rewriting
 from tiny_models import tiny_checkpoint
@@ -47,6 +47,8 @@ def test_both_learn_and_a_resumed_run_is_the_same(tmp_path, monkeypatch):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(export), AutoTokenizer.from_pretrained(export)
     assert model.generation_config.top_k == 3  # the folder's own, as it was
     assert tokenizer.chat_template and len(tokenizer) == model.config.vocab_size
+
+    assert all("written" in row for row in drawn_again(folder, 3)), "the rewriter writes what `sample` draws"
 
     weights = trained_language_model(folder)
     samples = (folder / "validation/step_3/samples.jsonl").read_text()

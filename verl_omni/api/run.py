@@ -71,7 +71,7 @@ class Run:
         device: str | None = None,
         **settings: Any,
     ) -> list["Image"]:
-        """Images of prompts with the trained weights, for each prompt one of each seed.
+        """Images (or `verl_omni.utils.responses.Sound` ...) of prompts with the trained weights, for each one a seed.
 
         `checkpoint` is `run.best` or any other (by default the last one), `settings` are fields of `rollout.pipeline`,
         such as `height`; by default they are those of the run's validation.
@@ -85,7 +85,8 @@ class Run:
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         numbers = [seeds] if isinstance(seeds, int) else list(seeds)
         painter = Painter(find_weights(checkpoint or self.folder), settings, device)
-        return [as_pil(painter.draw([text], [seed])[0]) for text in texts for seed in numbers]
+        drawn = [painter.draw([text], [seed])[0].response for text in texts for seed in numbers]
+        return [as_pil(one) if painter.kind.name in ("image", "video") else one for one in drawn]
 
     def export(self, out: str | Path, format: str = "diffusers", checkpoint: str | Path | None = None) -> Path:
         """The trained weights as `verl-omni export` writes them: diffusers, kohya or merged."""

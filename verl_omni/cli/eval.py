@@ -4,7 +4,8 @@
     verl-omni eval /models/Qwen-Image outputs/run --prompts test.jsonl --scorer ocr --scorer aesthetic --seeds 0 1 2
 
 Both draw the same prompts with the same seeds. Prints each reward's mean and, of two, how often the second wins (a tie
-counts half); writes the images, their scores and a page with all of them.
+counts half); writes the images, their scores and a page with all of them. A run with a rewriter draws what that makes
+of the prompts; a model alone draws them as they are.
 """
 
 import argparse
@@ -64,9 +65,11 @@ def _run(options: argparse.Namespace) -> int:
     for number, (weights, name) in enumerate(zip(found, names, strict=True)):
         folder = Path(options.out) / f"images_{number + 1}"
         painter = Painter(weights, {**common, **read_settings(options.set)}, options.device)
-        draw_all(painter, prompts, options.seeds, options.batch_size, folder, name)
+        _, kept = draw_all(painter, prompts, options.seeds, options.batch_size, folder, name)
         del painter  # two at once may not fit
         samples = read_samples(folder / "samples.jsonl")
+        for sample, response in zip(samples, kept, strict=True):
+            sample.response = response
         rewards.score(samples, options.batch_size)
         drawn.append(samples)
     failed = sum(sample.score(label) is None for samples in drawn for sample in samples for label in rewards.labels)
@@ -103,7 +106,7 @@ def _page(out: Path, drawn: Sequence[Sequence["Sample"]], names: Sequence[str], 
 
     tiles = []
     for row in zip(*drawn, strict=True):
-        shots = [Shot(s.image, name, shown(s, list(labels))) for s, name in zip(row, names, strict=True)]
+        shots = [Shot(s.file, name, shown(s, list(labels))) for s, name in zip(row, names, strict=True)]
         tiles.append(Tile(row[0].prompt, shots, row[0].ground_truth))
     facts = f"{len(tiles)} prompts and seeds, in their order"
     return write_contact_sheet(out / "eval.html", " and ".join(names), facts, tiles)

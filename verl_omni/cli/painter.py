@@ -1,24 +1,30 @@
-"""Images of a model, with what a run has trained, as its validation draws them."""
+"""What a model makes, with what a run has trained, as its validation draws: images, videos, sounds."""
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from verl_omni.algorithms.registry import fill_nulls
 from verl_omni.cli.trained import FULL_FILES, LORA_FILE, Weights, drawing_settings
+from verl_omni.cli.writer import Writer
 from verl_omni.config import DiffusionModelConfig, DiffusionPipelineConfig, DiffusionRolloutAlgoConfig
 from verl_omni.pipelines.drawing import Drawer, Request
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.model_folder import check_model_folder
 from verl_omni.pipelines.settings import check_size
 from verl_omni.pipelines.utils import lora_files
+from verl_omni.utils.responses import KINDS, Response, check_package
 from verl_omni.utils.suggest import unknown
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+
+class Drawn(NamedTuple):
+    response: Response
+    told: dict[str, str]  # what a rewriter wrote, as in a run's samples.jsonl
 
 
 class Painter:
@@ -32,13 +38,8 @@ class Painter:
                 raise ValueError(unknown("setting of a drawing", name, known))
         self.config = self._model_config(weights, {**drawing_settings(weights), **given})
         self.adapter = DiffusionModelBase.get_class(self.config)
-        if (kind := self.adapter.makes(self.config)) not in ("image", "video"):
-            raise ValueError(
-                f"{weights.model} makes {kind}, and this command draws pictures: what a run has made is in "
-                "validation/ of its folder, and in its report"
-            )
-        if weights.setting("actor_rollout_ref.rewriter.path"):
-            print(f"{weights.name}: a rewriter wrote this run's prompts; here they are drawn as given", file=sys.stderr)
+        self.kind = KINDS[self.adapter.makes(self.config)]
+        check_package(self.kind)
         check_size("--set ", self.config.pipeline, self.config)
         dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         module = self.adapter.load_module(self.config, dtype)
@@ -46,6 +47,7 @@ class Painter:
         pipe = self.adapter.load_pipeline(self.config, self.device, dtype)
         self.drawer = Drawer(self.config, pipe, module.to(self.device).eval(), self.device)
         self.tokenizers = self.adapter.load_tokenizers(self.config)
+        self.writer = Writer.of(weights, self.device, dtype)
 
     def _model_config(self, weights: Weights, settings: dict[str, Any]) -> DiffusionModelConfig:
         pipeline = DiffusionPipelineConfig(**settings)
@@ -65,22 +67,28 @@ class Painter:
         seeds: Sequence[int],
         negatives: Sequence[str] | None = None,
         images: "Sequence[list[Image] | None] | None" = None,
-    ) -> list[torch.Tensor]:
-        """One for each prompt and its seed, uint8: (3, H, W), of a video (F, 3, H, W)."""
+    ) -> list[Drawn]:
+        """One for each prompt and its seed. Pixels are uint8: (3, H, W), of a video (F, 3, H, W)."""
         size = self.config.pipeline
+        shown = images or [None] * len(prompts)
+        if any(shown) and not self.adapter.images_of_a_prompt(self.config)[1]:
+            raise ValueError(
+                f"{self.config.architecture} draws from prompts alone, and a prompt has images: leave them out"
+            )
+        texts, told = list(prompts), [{} for _ in prompts]
+        if self.writer is not None:
+            texts, told = self.writer.write(prompts, seeds, [self._reads(seen) for seen in shown])
         requests = []
-        for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-            shown = images[i] if images else None
-            if shown and not self.adapter.images_of_a_prompt(self.config)[1]:
-                raise ValueError(
-                    f"{self.config.architecture} draws from prompts alone, and a prompt has images: leave them out"
-                )
+        for i, (text, seed) in enumerate(zip(texts, seeds, strict=True)):
             negative = (negatives[i] if negatives else "") or size.negative_prompt
-            limit = size.max_sequence_length
-            ids = self.adapter.tokenize(self.tokenizers, prompt, limit, shown)
-            away = self.adapter.tokenize_negative(self.tokenizers, negative, limit, shown)
-            requests.append(Request(ids, away, shown, {"seed": seed}))
-        return [sample.response for sample in self.drawer.draw(requests)]
+            ids = self._reads(shown[i])(text)
+            away = self.adapter.tokenize_negative(self.tokenizers, negative, size.max_sequence_length, shown[i])
+            requests.append(Request(ids, away, shown[i], {"seed": seed}))
+        return [Drawn(sample.response, one) for sample, one in zip(self.drawer.draw(requests), told, strict=True)]
+
+    def _reads(self, images: "list[Image] | None") -> Callable[[str], list[int]]:
+        limit = self.config.pipeline.max_sequence_length
+        return lambda text: self.adapter.tokenize(self.tokenizers, text, limit, images)
 
 
 def load_trained(weights: Weights, architecture: str, parts: Mapping[str, torch.nn.Module]) -> None:

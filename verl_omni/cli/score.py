@@ -1,4 +1,4 @@
-"""Try a reward on images that you have, before a run spends days on it.
+"""Try a reward on images, videos or sounds that you have, before a run spends days on it.
 
     verl-omni score --scorer ocr images/*.png --ground-truth "OPEN"
     verl-omni score --scorer ocr --samples outputs/run/validation/step_50/samples.jsonl
@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "verl-omni score", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("images", nargs="*", help="image files, or folders of them")
+    parser.add_argument("images", nargs="*", help="files, or folders of them: images, videos, sounds (wav)")
     parser.add_argument("--samples", help="JSONL file with image, prompt, ground_truth: such as a run's samples.jsonl")
     add_scorers(parser, "--set")
     parser.add_argument("--external-lib", help="module that registers rewards of your own")
@@ -67,12 +67,14 @@ def _run(options: argparse.Namespace) -> int:
         rewards.score(samples, options.batch_size, bar)
     order = sorted(samples, key=lambda s: (s.score(labels[0]) is None, -(s.score(labels[0]) or 0.0)))
     print(table(order, labels))
-    tiles = [Tile(s.prompt, [Shot(s.image, s.image.name, shown(s, labels))], s.ground_truth) for s in order]
+    tiles = [Tile(s.prompt, [Shot(s.file, s.file.name, shown(s, labels))], s.ground_truth) for s in order]
     facts = f"{len(tiles)} images, the best first"
     print(f"Page: {write_contact_sheet(Path(options.out), ', '.join(labels), facts, tiles)}")
     if options.json:
         _write_lines(options.json, [_line(sample) for sample in samples])
     if options.pairs:
+        if other := next((s.file for s in samples if s.file.suffix in (".wav", ".mp4", ".txt")), None):
+            raise ValueError(f"--pairs: {other} is no image, and `prepare-pairs` takes pairs of images")
         pairs = preference_pairs(samples, labels[0])
         if not pairs:
             raise ValueError("no prompt has two images with different scores: there is no pair to write")
@@ -89,7 +91,7 @@ def _size(samples: "list[Sample]") -> str:
     """As `prepare-pairs` is to be told it."""
     from verl_omni.utils.image_files import frames_in
 
-    sizes = [next(frames_in(sample.image)).size for sample in samples]
+    sizes = [next(frames_in(sample.file)).size for sample in samples]
     (width, height), others = sizes[0], set(sizes[1:])
     return f"--height {height} --width {width}" + (" --resize" if others - {sizes[0]} else "")
 
@@ -123,11 +125,11 @@ def _samples(options: argparse.Namespace) -> "list[Sample]":
 
 def table(samples: "list[Sample]", labels: list[str]) -> str:
     """Scores by image, the best first, and each reward's mean."""
-    width = max(5, *(min(len(s.image.name), 40) for s in samples[:SHOWN]))
+    width = max(5, *(min(len(s.file.name), 40) for s in samples[:SHOWN]))
     lines = [f"{'image':<{width}}  " + "  ".join(f"{label:>14}" for label in labels)]
     for sample in samples[:SHOWN]:
         scores = ("failed" if sample.score(label) is None else f"{sample.score(label):.4f}" for label in labels)
-        lines.append(f"{sample.image.name[:width]:<{width}}  " + "  ".join(f"{score:>14}" for score in scores))
+        lines.append(f"{sample.file.name[:width]:<{width}}  " + "  ".join(f"{score:>14}" for score in scores))
     if len(samples) > SHOWN:
         lines.append(f"... {len(samples) - SHOWN} more")
     known = {label: [x for s in samples if (x := s.score(label)) is not None] for label in labels}
@@ -144,7 +146,7 @@ def _line(sample: "Sample") -> dict:
     from verl_omni.rewards.reward_function import RewardError
 
     answers = {k: {"failed": str(a)} if isinstance(a, RewardError) else a for k, a in sample.answers.items()}
-    return {"image": str(sample.image), "prompt": sample.prompt, "ground_truth": sample.ground_truth, **answers}
+    return {"image": str(sample.file), "prompt": sample.prompt, "ground_truth": sample.ground_truth, **answers}
 
 
 def _write_lines(path: str, rows: list[dict]) -> None:

@@ -17,6 +17,7 @@ class Weights:
     model: Path  # a whole model in diffusers' layout
     export: Path | None = None  # what replaces its transformer or is added to it
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the run, where there is one
+    rewriter: Path | None = None  # a language model that the run trained with it
 
     def setting(self, name: str, default: Any = None) -> Any:
         found: Any = self.settings
@@ -51,6 +52,9 @@ def find_weights(place: str | Path, model: str | Path | None = None) -> Weights:
     if saved := list(whole_checkpoints(folder).values()):
         folder = saved[-1]
     export = folder / "export" if (folder / "export").is_dir() else folder
+    rewriter = folder / "rewriter/export"
+    if rewriter.is_dir() and not (folder / "export").is_dir():
+        raise FileNotFoundError(f"{folder} draws nothing: what it has trained writes texts, and is in {rewriter}")
     if not (export / LORA_FILE).is_file() and not any(export.glob(f"*/{FULL_FILES}")):
         raise FileNotFoundError(
             f"{folder} holds no weights: expected a run with checkpoints, global_step_N with an export, or a model in "
@@ -59,7 +63,10 @@ def find_weights(place: str | Path, model: str | Path | None = None) -> Weights:
     step = export.parent if export.name == "export" else export
     config = step.parent / "config.yaml"
     settings = read_config(config) if config.is_file() else {}
-    found = Weights(step.name.replace("global_step_", "step "), Path(), export, settings)
+    beside = step / "rewriter/export"
+    found = Weights(
+        step.name.replace("global_step_", "step "), Path(), export, settings, beside if beside.is_dir() else None
+    )
     known = str(model) if model else found.setting("actor_rollout_ref.model.path")
     revision = None if model else found.setting("actor_rollout_ref.model.revision")
     base = Path(hub.model_folder(known, revision, setting="--model")).expanduser() if known else None

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from verl_omni.report.assets import asset
-from verl_omni.report.pictures import picture_or_player
+from verl_omni.report.pictures import picture_or_player, sound_player
 from verl_omni.utils.readable import readable
 
 
 @dataclass(frozen=True)
 class Shot:
-    """An image, what it is called, and what each reward answered, or why it did not."""
+    """A file, what it is called, and what each reward answered, or why it did not."""
 
-    image: Path
+    file: Path
     name: str
     answers: Mapping[str, Mapping[str, Any] | str]
 
@@ -45,17 +45,17 @@ def write_contact_sheet(out: Path, title: str, facts: str, tiles: Sequence[Tile]
 def _tile(tile: Tile) -> str:
     truth = "" if tile.ground_truth in (None, "") else f" <b>{escape(str(tile.ground_truth))}</b>"
     shots = "".join(
-        f'<div class="shot">{_shown(shot.image, escape(shot.name))}<span>{escape(shot.name)}</span>'
+        f'<div class="shot">{_shown(shot.file, escape(shot.name))}<span>{escape(shot.name)}</span>'
         f"{''.join(_answer(name, answer) for name, answer in shot.answers.items())}</div>"
         for shot in tile.shots
     )
     return f'<div class="pair"><div class="prompt">{escape(tile.prompt)}{truth}</div>{shots}</div>'
 
 
-def _shown(image: Path, name: str) -> str:
+def _shown(file: Path, name: str) -> str:
     """No picture for a file that is none: what is wrong with it is said beside it."""
     try:
-        return picture_or_player(image, name)
+        return sound_player(file, name) if file.suffix.lower() == ".wav" else picture_or_player(file, name)
     except ValueError:
         return f'<img alt="{name}" src="">'
 

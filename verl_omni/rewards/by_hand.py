@@ -12,21 +12,23 @@ from verl_omni.rewards.choice import Choice, combine, weighted
 from verl_omni.rewards.registry import reads
 from verl_omni.rewards.reward_function import RewardError, RewardFunction
 from verl_omni.rewards.scoring import Scoring
-from verl_omni.utils.image_files import frames_in
 from verl_omni.utils.json_files import read_lines
+from verl_omni.utils.responses import read_response
 
-IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4")
+FILES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4", ".wav")
+GRID = "grid.png"  # that `verl-omni sample` writes beside its images
 
 
 @dataclass
 class Sample:
-    """An image on disk with what a reward is told of it, and then what the rewards said."""
+    """An image on disk, or a sound, with what a reward is told of it, and then what the rewards said."""
 
-    image: Path
+    file: Path
     prompt: str = ""
     ground_truth: str | None = None
     extra_info: dict[str, Any] = field(default_factory=dict)
     answers: dict[str, dict[str, Any] | RewardError] = field(default_factory=dict)
+    response: Any = None  # where it is at hand, and the file has less
 
     def score(self, reward: str) -> float | None:
         """None where the reward failed."""
@@ -54,7 +56,7 @@ class Rewards:
             for sample, name in ((sample, name) for sample in samples for name in reads(choice.name)):
                 if getattr(sample, name) in absent[name]:
                     what = name.replace("_", " ")
-                    raise ValueError(f'the reward "{label}" reads the {what}, and {sample.image} has none: {remedy}')
+                    raise ValueError(f'the reward "{label}" reads the {what}, and {sample.file} has none: {remedy}')
 
     def score(self, samples: Sequence[Sample], batch_size: int = 8, progress: Any = None) -> None:
         """Fill in `answers`."""
@@ -73,9 +75,10 @@ def find_images(places: Sequence[str | Path]) -> list[Path]:
     found: list[Path] = []
     for place in map(Path, places):
         if place.is_dir():
-            inside = sorted(path for path in place.iterdir() if path.suffix.lower() in IMAGES)
+            own = {GRID} if (place / "samples.jsonl").is_file() else set()
+            inside = sorted(p for p in place.iterdir() if p.suffix.lower() in FILES and p.name not in own)
             if not inside:
-                raise FileNotFoundError(f"{place} holds no image ({', '.join(IMAGES)})")
+                raise FileNotFoundError(f"{place} holds no image, video or sound ({', '.join(FILES)})")
             found += inside
         elif place.is_file():
             found.append(place)
@@ -85,23 +88,21 @@ def find_images(places: Sequence[str | Path]) -> list[Path]:
 
 
 def read_samples(path: str | Path) -> list[Sample]:
-    """Of a JSONL file with `image` (or `file_name`), `prompt`, `ground_truth`, `extra_info`; runs write such."""
+    """Of a JSONL file with `image` or `file`, `prompt`, `ground_truth`, `extra_info`, as runs write it."""
     path, samples = Path(path), []
     for where, row in read_lines(path):
-        name = row.get("image") or row.get("file_name")
-        if row.get("kind") not in (None, "image", "video"):
-            raise ValueError(f"{where}: this is a {row['kind']!s:.20}, and only images and videos are scored by hand")
+        name = row.get("image") or row.get("file") or row.get("file_name")
         if not isinstance(name, str):
             raise ValueError(f"{where}: there is no `image`: expected the name of a file")
-        image = path.parent / name
-        if not os.path.isfile(image):  # Path.is_file raises where a name is too long
-            raise FileNotFoundError(f"{where}: {str(image)[:200]} is not there")
+        file = path.parent / name
+        if not os.path.isfile(file):  # Path.is_file raises where a name is too long
+            raise FileNotFoundError(f"{where}: {str(file)[:200]} is not there")
         for key, kind in (("prompt", str), ("reward_model", dict), ("extra_info", dict)):
             if not isinstance(row.get(key), kind | None):
                 expected = "a text" if kind is str else "an object"
                 raise ValueError(f"{where}: {key} is {row[key]!r:.60}: expected {expected}")
         truth = row.get("ground_truth") or (row.get("reward_model") or {}).get("ground_truth")
-        samples.append(Sample(image, row.get("prompt") or "", truth, row.get("extra_info") or {}))
+        samples.append(Sample(file, row.get("prompt") or "", truth, row.get("extra_info") or {}))
     if not samples:
         raise ValueError(f"{path} is empty")
     return samples
@@ -112,10 +113,10 @@ def score(
 ) -> None:
     """Fill in `answers`. A failure is an answer too; nothing is tried twice."""
 
-    async def one(scoring: Scoring, sample: Sample, pixels: Any, label: str, place: tuple[int, int]) -> None:
+    async def one(scoring: Scoring, sample: Sample, response: Any, label: str, place: tuple[int, int]) -> None:
         seen = {
             "data_source": label,
-            "response": pixels,
+            "response": response,
             "prompt": sample.prompt,
             "ground_truth": sample.ground_truth,
             "extra_info": sample.extra_info | {"prompt": sample.prompt},
@@ -132,7 +133,7 @@ def score(
                 opened = []
                 for sample in samples[start : start + batch_size]:
                     try:
-                        opened.append((sample, open_pixels(sample.image)))
+                        opened.append((sample, opened_response(sample)))
                     except RewardError as error:
                         sample.answers[label] = error
                 places = [(i, len(opened)) for i in range(len(opened))]
@@ -145,17 +146,13 @@ def score(
     asyncio.run(run())
 
 
-def open_pixels(path: Path) -> Any:
-    """An image as floats in [0, 1], (3, H, W), an animation or a video as (F, 3, H, W)."""
-    import numpy as np
-    import torch
-
+def opened_response(sample: Sample) -> Any:
+    if sample.response is not None:
+        return sample.response
     try:
-        frames = [np.array(frame) for frame in frames_in(path)]
-    except (OSError, ValueError) as error:
+        return read_response(sample.file)
+    except (OSError, ValueError, ImportError) as error:
         raise RewardError(str(error)) from error
-    pixels = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2).float() / 255
-    return pixels if len(frames) > 1 else pixels[0]
 
 
 def as_functions(choices: Mapping[str, Choice]) -> dict[str, RewardFunction]:
@@ -178,8 +175,8 @@ def preference_pairs(samples: Sequence[Sample], reward: str) -> list[dict[str, A
             pairs.append(
                 {
                     "prompt": prompt,
-                    "chosen": str(best.image.resolve()),
-                    "rejected": str(worst.image.resolve()),
+                    "chosen": str(best.file.resolve()),
+                    "rejected": str(worst.file.resolve()),
                     "chosen_score": best.score(reward),
                     "rejected_score": worst.score(reward),
                 }

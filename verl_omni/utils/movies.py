@@ -61,7 +61,6 @@ def frames_of(content: bytes) -> Iterator[Any]:
 def poster_and_wave(content: bytes) -> tuple[Any, "np.ndarray | None"]:
     """Of an mp4 file: the frame in its middle (PIL), and its sound, channels x time. One frame is held at a time."""
     import av
-    import numpy as np
 
     with av.open(io.BytesIO(content)) as file:
         stream = file.streams.video[0]
@@ -70,14 +69,37 @@ def poster_and_wave(content: bytes) -> tuple[Any, "np.ndarray | None"]:
         if not last:
             raise ValueError("it has no frames")
         picture = last[0].to_image()
-    parts, count = [], 0
+    heard = _sound(content)
+    return picture, None if heard is None else heard[0]
+
+
+def frames_and_sound(content: bytes) -> "tuple[torch.Tensor, float, tuple[np.ndarray, int] | None]":
+    """Of an mp4 file: frames (uint8, F x C x H x W), frames a second, its sound (channels x time, samples a second)."""
+    import av
+    import numpy as np
+    import torch
+
+    with av.open(io.BytesIO(content)) as file:
+        stream = file.streams.video[0]
+        _check_size(stream)
+        rate = float(stream.average_rate)
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(stream)])
+    return torch.from_numpy(frames).permute(0, 3, 1, 2), rate, _sound(content)
+
+
+def _sound(content: bytes) -> "tuple[np.ndarray, int] | None":
+    """(channels x time, samples a second)."""
+    import av
+    import numpy as np
+
+    parts, count, rate = [], 0, RATE
     with av.open(io.BytesIO(content)) as file:
         for frame in file.decode(audio=0) if file.streams.audio else ():
             parts.append(frame.to_ndarray())
-            count += frame.samples
+            count, rate = count + frame.samples, frame.sample_rate
             if count > MOST_SAMPLES:
                 raise ValueError(f"its sound has more than {MOST_SAMPLES} samples")
-    return picture, np.concatenate(parts, axis=1) if parts else None
+    return (np.concatenate(parts, axis=1), rate) if parts else None
 
 
 def _check_size(stream: Any) -> None:

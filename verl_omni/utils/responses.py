@@ -179,3 +179,60 @@ def write_response(response: Response, file: Path) -> str:
     path = file.with_name(f"{file.name}.{ending}")
     path.write_bytes(content)
     return path.name
+
+
+def read_response(path: Path) -> Response:
+    """What is in a file, of any kind. Pictures are floats in [0, 1], (3, H, W), animations and videos (F, 3, H, W)."""
+    return READ.get(path.suffix.lower(), _read_picture)(path)
+
+
+def _read_picture(path: Path) -> "torch.Tensor":
+    import numpy as np
+    import torch
+
+    from verl_omni.utils.image_files import frames_in
+
+    frames = [np.array(frame) for frame in frames_in(path)]
+    pixels = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2).float() / 255
+    return pixels if len(frames) > 1 else pixels[0]
+
+
+def _read_wav(path: Path) -> Sound:
+    import torch
+
+    from verl_omni.utils.regular_files import open_regular
+
+    try:
+        with open_regular(path) as file, wave.open(file) as sound:
+            channels, width, count = sound.getnchannels(), sound.getsampwidth(), sound.getnframes()
+            if width != 2:
+                raise ValueError(f"{8 * width} bits a sample: expected 16")
+            whole = torch.frombuffer(bytearray(sound.readframes(count)), dtype=torch.int16).view(-1, channels).T
+            return Sound(whole.float() / 32767, sound.getframerate())
+    except (wave.Error, EOFError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{path} cannot be read as a sound: {error or 'it is cut off'}") from error
+
+
+def _read_mp4(path: Path) -> "torch.Tensor | VideoWithSound":
+    import torch
+
+    from verl_omni.utils.movies import frames_and_sound
+    from verl_omni.utils.regular_files import open_regular
+
+    check_package(KINDS["video with sound"])
+    with open_regular(path) as file:
+        content = file.read()
+    try:
+        frames, frame_rate, heard = frames_and_sound(content)
+    except Exception as error:  # whatever a codec finds wrong with a file
+        raise ValueError(f"{path} cannot be read as a video: {type(error).__name__}: {error}") from error
+    if heard is None:
+        return _floats(frames)
+    return VideoWithSound(frames, Sound(torch.from_numpy(heard[0]), heard[1]), frame_rate)
+
+
+READ: dict[str, Callable[[Path], Response]] = {
+    ".wav": _read_wav,
+    ".mp4": _read_mp4,
+    ".txt": lambda path: path.read_text(encoding="utf-8"),
+}
