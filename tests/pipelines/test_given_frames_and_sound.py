@@ -97,7 +97,7 @@ def test_how_many_images_come_with_a_prompt(name, counts):
     assert adapter.needs_images and adapter.images_of_a_prompt(model_config) == counts
     engine, images = rollout(model_config), [architectures.picture(8, 8, 0)] * 3
     with pytest.raises(ValueError, match="column `images`"):
-        adapter.encode_prompt(engine.pipe, [1], model_config, images)
+        adapter.encode_images(engine.pipe, images, model_config)
 
 
 @pytest.mark.parametrize("name", [row.name for row in architectures.TABLE if row.seldom or row.name in NEW])
@@ -108,7 +108,8 @@ def test_what_a_plan_reckons_with_has_the_shapes_of_a_prompt(name):
     adapter = DiffusionModelBase.get_class(model_config)
     pipe, images = row.load(), [architectures.picture(8, 8, 0)] if row.images else None
     ids = adapter.tokenize(adapter.load_tokenizers(model_config), "a cat", 128, images)
-    made, said = adapter.encode_prompt(pipe, ids, model_config, images), adapter.conditions_like(model_config, len(ids))
+    made = adapter.encode_prompt(pipe, ids, model_config, images) | adapter.encode_images(pipe, images, model_config)
+    said = adapter.conditions_like(model_config, len(ids)) | adapter.images_like(model_config)
     assert {k: said[k].shape for k in made} == {k: v.shape for k, v in made.items()}  # a mask more does no harm
 
 
@@ -140,7 +141,7 @@ def test_guidance_of_a_sound_may_be_none():
 def test_a_prompt_is_encoded_for_each_length_that_it_is_padded_to():
     engine = rollout(config(LTX2, cfg=False))
     found = [
-        engine._encode([3, 4], None, dataclasses.replace(
+        engine._encode([3, 4], None, (), dataclasses.replace(
             engine.model_config, pipeline=dataclasses.replace(engine.model_config.pipeline, max_sequence_length=length)
         ))["prompt_embeds"].shape[1]
         for length in (16, 32)

@@ -218,7 +218,8 @@ class Preparation:
             tensors |= {f"{i}/chosen": latents[0].contiguous(), f"{i}/rejected": latents[1].contiguous()}
             if pair.scores is not None:
                 tensors[f"{i}/scores"] = torch.tensor(pair.scores)
-            for name, value in adapter.encode_prompt(pipe, ids[pair.prompt], config).items():
+            encoded = adapter.encode_prompt(pipe, ids[pair.prompt], config) | adapter.encode_images(pipe, None, config)
+            for name, value in encoded.items():
                 tensors[f"{i}/prompt/{name}"] = value[0].cpu().contiguous()
         _write_atomically(path, save(tensors))
 

@@ -7,6 +7,7 @@ latents to pixels) and the module that predicts.
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -162,34 +163,49 @@ class Drawer:
         self._on_device = {}
 
     def _conditions(self, request: Request, guided: bool, model_config: DiffusionModelConfig) -> Conditions:
-        conditions = dict(self._encode(request.prompt_ids, request.images, model_config))
+        images, seen, shared = request.images, seen_in(request.images, model_config), {}
+        if self.adapter.brings("encode_images"):
+            encode = functools.partial(self.adapter.encode_images, self.pipe, images, model_config)
+            shared = self._once(("images", *seen), encode)
+            if not self.adapter.tokenizes_images:  # text is encoded alone
+                images, seen = None, ()
+        conditions = self._encode(request.prompt_ids, images, seen, model_config) | shared
         if guided:
             if request.negative_prompt_ids is None:
                 raise ValueError("classifier-free guidance is on, but the request has no negative_prompt_ids")
-            negative = self._encode(request.negative_prompt_ids, request.images, model_config)
-            conditions |= {f"negative_{name}": value for name, value in negative.items()}
+            negative = self._encode(request.negative_prompt_ids, images, seen, model_config)
+            conditions = conditions | {f"negative_{name}": value for name, value in negative.items()}
         return conditions
 
-    def _encode(self, ids: list[int], images: list[Any] | None, model_config: DiffusionModelConfig) -> Conditions:
-        """A distinct prompt is encoded once, and within a rollout it is on the device once, for all of its images."""
-        size = model_config.pipeline
-        seen = ((image.mode, image.size, hash(image.tobytes())) for image in images or ())
-        key = (tuple(ids), size.max_sequence_length, *seen)  # some are padded to it
-        if images:  # which may become frames of what is drawn, and as large
-            key += (size.height, size.width, size.num_frames)
+    def _encode(
+        self, ids: list[int], images: list[Any] | None, seen: tuple, model_config: DiffusionModelConfig
+    ) -> Conditions:
+        """Some adapters pad to the longest that a prompt may be, and some text encoders see the images."""
+        key = (tuple(ids), model_config.pipeline.max_sequence_length, *seen)
+        return self._once(
+            key, functools.partial(self.adapter.encode_prompt, self.pipe, list(ids), model_config, images)
+        )
+
+    def _once(self, key: tuple, encode: Callable[[], Conditions]) -> Conditions:
+        """What is distinct is encoded once, and within a rollout it is on the device once, for all who ask."""
         if key in self._on_device:
             return self._on_device[key]
         if key in self._prompts:
             self._prompts.move_to_end(key)
         else:
             self._before_encoding()
-            encoded = self.adapter.encode_prompt(self.pipe, list(ids), model_config, images)
-            self._prompts[key] = {k: v.cpu() for k, v in encoded.items()}
+            self._prompts[key] = {k: v.cpu() for k, v in encode().items()}
             self._prompt_bytes += nbytes(self._prompts[key])
         self._on_device[key] = {k: v.to(self.device) for k, v in self._prompts[key].items()}
         while len(self._prompts) > self._prompt_cache_size or self._prompt_bytes > self._prompt_cache_bytes:
             self._prompt_bytes -= nbytes(self._prompts.popitem(last=False)[1])
         return self._on_device[key]
+
+
+def seen_in(images: list[Any] | None, model_config: DiffusionModelConfig) -> tuple:
+    """What tells images apart. They may become frames of what is drawn, and as large."""
+    size, seen = model_config.pipeline, [(image.mode, image.size, hash(image.tobytes())) for image in images or ()]
+    return (*seen, size.height, size.width, size.num_frames) if seen else ()
 
 
 def branches(requests: list[Request]) -> list[int] | None:

@@ -385,6 +385,15 @@ class DiffusionModelBase:
         raise NotImplementedError(f"{cls.__name__} has no encode_prompt")
 
     @classmethod
+    def encode_images(cls, pipe, images: list[Any] | None, model_config: DiffusionModelConfig) -> Conditions:
+        """What a prompt's images give whatever its text is (batch of 1), such as latents of what is edited.
+
+        They are encoded once, for the prompt, its negative one and any other text that comes with the same images.
+        `encode_prompt` of an adapter that has this sees them only where the model `tokenizes_images`.
+        """
+        return {}
+
+    @classmethod
     def conditions_like(cls, model_config: DiffusionModelConfig, tokens: int) -> Conditions:
         """Zeros in the shapes of what `encode_prompt` makes of so many ids of `tokenize`, for `verl-omni plan`."""
         widths = ("joint_attention_dim", "text_dim", "cap_feat_dim", "cross_attention_dim")
@@ -395,6 +404,11 @@ class DiffusionModelBase:
                 "classmethod conditions_like"
             )
         return {"prompt_embeds": torch.zeros(1, tokens, width), "prompt_embeds_mask": torch.ones(1, tokens).bool()}
+
+    @classmethod
+    def images_like(cls, model_config: DiffusionModelConfig) -> Conditions:
+        """The same of `encode_images`, with as few images as a prompt may have."""
+        return {}
 
     @classmethod
     def transformer_config(cls, model_config: DiffusionModelConfig) -> dict[str, Any]:

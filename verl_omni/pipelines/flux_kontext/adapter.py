@@ -73,24 +73,22 @@ class FluxKontext(Flux):
         return forward_in_groups(module, sizes, rows_of_one_size)
 
     @classmethod
-    def encode_prompt(
-        cls, pipe, prompt_ids: list[int], model_config: DiffusionModelConfig, images: list[Any] | None = None
-    ) -> Conditions:
+    def encode_images(cls, pipe, images: list[Any] | None, model_config: DiffusionModelConfig) -> Conditions:
         pixels = resized(pipe, images).to(pipe.vae.device, pipe.vae.dtype)
         latents = pipe._encode_vae_image(pixels, None)
         size = [n // 2 for n in latents.shape[2:]]
-        return super().encode_prompt(pipe, prompt_ids, model_config) | {
+        return {
             "reference_latents": pipe._pack_latents(latents, *latents.shape),
             "reference_size": torch.tensor([size], device=latents.device),
         }
 
     @classmethod
-    def conditions_like(cls, model_config: DiffusionModelConfig, tokens: int) -> Conditions:
-        """With a square image."""
+    def images_like(cls, model_config: DiffusionModelConfig) -> Conditions:
+        """A square image."""
         from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS as SIZES
 
         size = [n // (2 * cls.vae_scale_factor(model_config)) for n in min(SIZES, key=lambda one: abs(one[0] - one[1]))]
-        return super().conditions_like(model_config, tokens) | {
+        return {
             "reference_latents": torch.zeros(1, size[0] * size[1], cls.transformer_config(model_config)["in_channels"]),
             "reference_size": torch.tensor([size]),
         }

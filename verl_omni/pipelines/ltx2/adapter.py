@@ -292,9 +292,7 @@ class LTX2ImageToVideo(LTX2):
         return super().forward(module, inputs)[:, given[0] :]
 
     @classmethod
-    def encode_prompt(
-        cls, pipe, prompt_ids: list[int], model_config: DiffusionModelConfig, images: list[Any] | None = None
-    ) -> Conditions:
+    def encode_images(cls, pipe, images: list[Any] | None, model_config: DiffusionModelConfig) -> Conditions:
         if images is None or len(images) != 1:
             raise ValueError(
                 "LTX-2, image to video, needs one first frame with every prompt, in the data's column `images`, and "
@@ -304,13 +302,12 @@ class LTX2ImageToVideo(LTX2):
         pixels = pipe.video_processor.preprocess(images[0], height=size.height, width=size.width)
         latents = vae.encode(pixels[:, :, None].to(vae.device, vae.dtype)).latent_dist.mode().float()
         latents = pipe._normalize_latents(latents, vae.latents_mean, vae.latents_std)
-        return super().encode_prompt(pipe, prompt_ids, model_config) | {"first_frame": pipe._pack_latents(latents)}
+        return {"first_frame": pipe._pack_latents(latents)}
 
     @classmethod
-    def conditions_like(cls, model_config: DiffusionModelConfig, tokens: int) -> Conditions:
+    def images_like(cls, model_config: DiffusionModelConfig) -> Conditions:
         size, channels = cls.geometry(model_config), cls.transformer_config(model_config)["in_channels"]
-        first = torch.zeros(1, size.rows * size.columns, channels)
-        return super().conditions_like(model_config, tokens) | {"first_frame": first}
+        return {"first_frame": torch.zeros(1, size.rows * size.columns, channels)}
 
     @classmethod
     def whole_latents(cls, latents: torch.Tensor, conditions: Conditions) -> torch.Tensor:

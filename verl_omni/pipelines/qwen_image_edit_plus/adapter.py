@@ -125,7 +125,12 @@ class QwenImageEditPlus(QwenImage):
             output_hidden_states=True,
         ).hidden_states[-1]
         embeds = hidden[:, TEMPLATE_START:]
-        packed, sizes = [], []
+        mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=device)
+        return {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
+
+    @classmethod
+    def encode_images(cls, pipe, images: list[Any] | None, model_config: DiffusionModelConfig) -> Conditions:
+        device, packed, sizes = pipe.vae.device, [], []
         for image, height, width in resized(images, "VAE_IMAGE_SIZE"):
             pixels = pipe.image_processor.preprocess(image, height, width).unsqueeze(2).to(device, pipe.vae.dtype)
             latents = pipe._encode_vae_image(pixels, None)
@@ -133,20 +138,22 @@ class QwenImageEditPlus(QwenImage):
             packed.append(pipe._pack_latents(latents, 1, channels, rows, columns))
             sizes.append((rows // 2, columns // 2))
         return {
-            "prompt_embeds": embeds,
-            "prompt_embeds_mask": torch.ones(embeds.shape[:2], dtype=torch.bool, device=device),
             "reference_latents": torch.cat(packed, dim=1),
             "reference_sizes": torch.tensor([sizes], device=device),
         }
 
     @classmethod
     def conditions_like(cls, model_config: DiffusionModelConfig, tokens: int) -> Conditions:
-        """With one square reference image."""
+        return DiffusionModelBase.conditions_like.__func__(cls, model_config, tokens - TEMPLATE_START)
+
+    @classmethod
+    def images_like(cls, model_config: DiffusionModelConfig) -> Conditions:
+        """One square reference image."""
         from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import VAE_IMAGE_SIZE
 
         side = math.isqrt(VAE_IMAGE_SIZE) // (2 * cls.vae_scale_factor(model_config))
         channels = cls.transformer_config(model_config)["in_channels"]
-        return DiffusionModelBase.conditions_like.__func__(cls, model_config, tokens - TEMPLATE_START) | {
+        return {
             "reference_latents": torch.zeros(1, side * side, channels),
             "reference_sizes": torch.tensor([[(side, side)]]),
         }

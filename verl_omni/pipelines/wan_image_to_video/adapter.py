@@ -55,9 +55,7 @@ class WanImageToVideo(Wan):
         return velocity[:, :, 1:] if model_inputs["timestep"].ndim == 2 else velocity
 
     @classmethod
-    def encode_prompt(
-        cls, pipe, prompt_ids: list[int], model_config: DiffusionModelConfig, images: list[Any] | None = None
-    ) -> Conditions:
+    def encode_images(cls, pipe, images: list[Any] | None, model_config: DiffusionModelConfig) -> Conditions:
         least, most = cls.images_of_a_prompt(model_config)
         if not least <= len(images or ()) <= most:
             raise ValueError(
@@ -84,10 +82,10 @@ class WanImageToVideo(Wan):
         seen = {}
         if cls.transformer_config(model_config).get("image_dim") is not None:
             seen["image_embeds"] = pipe.encode_image(images, device)[None]
-        return super().encode_prompt(pipe, prompt_ids, model_config) | {"given_frames": given} | seen
+        return {"given_frames": given} | seen
 
     @classmethod
-    def conditions_like(cls, model_config: DiffusionModelConfig, tokens: int) -> Conditions:
+    def images_like(cls, model_config: DiffusionModelConfig) -> Conditions:
         size, vae = model_config.pipeline, read_component_config(model_config.path, "vae")
         frames = (cls.num_frames(model_config) - 1) // vae["scale_factor_temporal"] + 1
         rows, columns = (n // cls.vae_scale_factor(model_config) for n in (size.height, size.width))
@@ -102,8 +100,7 @@ class WanImageToVideo(Wan):
             patches = (encoder["image_size"] // encoder["patch_size"]) ** 2 + 1
             images = cls.images_of_a_prompt(model_config)[0]
             seen["image_embeds"] = torch.zeros(1, images, patches, width)
-        given = torch.zeros(1, channels, frames, rows, columns)
-        return super().conditions_like(model_config, tokens) | {"given_frames": given} | seen
+        return {"given_frames": torch.zeros(1, channels, frames, rows, columns)} | seen
 
     @classmethod
     def prepare_latents(

@@ -58,13 +58,14 @@ class ModelCosts:
         except KeyError as missing:
             raise ValueError(
                 f"plan does not know the shape of {missing} that {self.adapter.__name__}.encode_prompt makes: give it "
-                "a classmethod conditions_like that has it"
+                "a classmethod conditions_like that has it (of encode_images: images_like)"
             ) from missing
 
     def _conditions(self, *tokens: int) -> Conditions:
         """In the dtype of the text encoder."""
         ours, negative = (self.adapter.conditions_like(self.config, count) for count in tokens)
         both = ours | ({f"negative_{name}": value for name, value in negative.items()} if self.guided else {})
+        both |= self.adapter.images_like(self.config)
         return {k: v.to(self.dtype) if v.is_floating_point() else v for k, v in both.items()}
 
     @property
