@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import pytest
 import torch
@@ -18,11 +19,14 @@ from engine_cases import (
     weights,
 )
 from tiny_models import tiny_checkpoint
+from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from verl_omni.pipelines.builtin import BUILTIN
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.workers.engine import base, fp8
 from verl_omni.workers.engine.compile.blocks import compile_blocks, repeated_blocks
+from verl_omni.workers.engine.compile.computed_once import computed_once, share
 from verl_omni.workers.engine.fp8 import E4M3, Fp8Layers, chosen_layers, product, quantised, refuse_old_gpu
 from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
 
@@ -218,6 +222,64 @@ def test_compiled_blocks_have_a_graph_of_their_own(monkeypatch):
     drawn(compiled, "fp8")
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == counted
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def quantisations(graph: torch.fx.Graph) -> int:
+    return sum(node.target is torch.ops.aten.amax.default for node in graph.nodes)
+
+
+@torch.no_grad()
+def test_an_input_of_several_layers_is_quantised_once():
+    """As a compiler sees a block of SD3: query, key and value have one input, of the image as of the text."""
+    engine = make_engine(lora(SD3), fold_lora=True)
+    block = repeated_blocks(engine.module)[0]
+    names = [name for name, _ in fp8.linears(block)]
+    image, text, time = (torch.randn(2, *shape, 32) for shape in ((16,), (5,), ()))
+    with engine.whole("fp8"):
+        traced = make_fx(lambda *inputs: block(*inputs))(image, text, time)
+        plain = traced(image, text, time)
+        layers, before = len(chosen_layers(block, engine.adapter.fp8_modules)), quantisations(traced.graph)
+        share(traced.graph)
+        traced.recompile()
+    shared = sum(name.endswith(("to_k", "to_v", "add_k_proj", "add_v_proj")) for name in names)
+    assert before == layers and quantisations(traced.graph) == layers - shared and shared >= 4
+    assert all(torch.equal(one, other) for one, other in zip(plain, traced(image, text, time), strict=True))
+
+
+def test_what_is_random_or_written_into_is_not_shared():
+    def twice(x):
+        first, second = torch.rand_like(x), torch.rand_like(x)
+        one, other = x + 1, x + 1
+        one.mul_(2)
+        return first, second, one, other, x.sum(1), x.sum(1)
+
+    graph = make_fx(twice)(torch.ones(3, 3))
+    share(graph.graph)
+    graph.recompile()
+    first, second, one, other, *sums = graph(torch.ones(3, 3))
+    assert not torch.equal(first, second) and one.eq(4).all() and other.eq(2).all() and sums[0].eq(3).all()
+    assert sum(node.target is torch.ops.aten.sum.dim_IntList for node in graph.graph.nodes) == 1
+
+
+@pytest.mark.slow  # 30 s: the compiler
+def test_the_compiler_shares_it(monkeypatch):
+    """Bit for bit what it makes without; one graph for all blocks."""
+    made = []
+    for options in (None, {"post_grad_custom_pre_pass": computed_once()}):
+        torch._dynamo.reset()
+        monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+        weights = [quantised(torch.randn(32, 32, generator=torch.Generator().manual_seed(i))) for i in range(3)]
+
+        def several(x, weights=weights):
+            x = torch.nn.functional.layer_norm(x, (32,))
+            return [product(x, *weight, None, torch.float32) for weight in weights]
+
+        with torch.no_grad():
+            x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(3))
+            found, (code,) = run_and_get_code(torch.compile(several, options=options), x)
+        made.append((found, len(set(re.findall(r"extern_kernels\.mm\((\w+)", code)))))
+    assert [count for _, count in made] == [3, 1], "buffers that are multiplied"
+    assert all(torch.equal(one, other) for one, other in zip(made[0][0], made[1][0], strict=True))
 
 
 # ---- a server ------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from verl_omni.utils.call_signature import argument_names, by_name
+from verl_omni.workers.engine.compile.computed_once import computed_once
 
 
 def repeated_blocks(part: torch.nn.Module) -> list[torch.nn.Module]:
@@ -77,8 +78,13 @@ def compiled_by_mode(block: torch.nn.Module, backend: str) -> Callable:
     function: rollouts of 24 rows and updates on 48 are to be two functions, each with one size.
     """
     forward = type(block).forward
+    options = {"post_grad_custom_pre_pass": computed_once()} if backend == "inductor" else None
     compiled = {
-        mode: torch.compile(types.MethodType(renamed(forward, mode), block), backend=backend)
+        mode: torch.compile(
+            types.MethodType(renamed(forward, mode), block),
+            backend=backend,
+            options=options if mode == "in_fp8" else None,
+        )
         for mode in ("with_gradient", "without_gradient", "in_fp8")
     }
 
