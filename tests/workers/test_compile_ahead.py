@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -155,6 +156,7 @@ def test_kernels_are_kept_in_the_users_cache_folder(tmp_path, monkeypatch, capsy
         choose_cache()
         folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
         assert folder == tmp_path / expected / "verl_omni/inductor" and folder.is_dir()
+        assert [f.stat().st_mode & 0o777 for f in (folder, folder.parent)] == [0o700, 0o700]
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
     choose_cache()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/mine" and not capsys.readouterr().err
@@ -166,3 +168,49 @@ def test_a_cache_folder_that_cannot_be_written_is_said(tmp_path, monkeypatch, ca
     choose_cache()
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
     assert f"{tmp_path / 'file'}/verl_omni/inductor cannot be written" in capsys.readouterr().err
+
+
+def test_nobody_else_writes_where_kernels_are_found(tmp_path, monkeypatch, capsys, nothing_chosen):
+    """They run. A folder of an earlier version is closed; one that belongs to somebody else is left alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "verl_omni"
+    folder.mkdir()
+    folder.chmod(0o777)
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    choose_cache()
+    said = f"{folder} belongs to another user, and what is found there runs. TORCHINDUCTOR_CACHE_DIR names another"
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ and said in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    choose_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder / "inductor") and not capsys.readouterr().err
+    assert folder.stat().st_mode & 0o777 == 0o755
+
+
+ONE_START = """
+import torch
+from torch._dynamo.utils import counters
+from verl_omni.workers.engine.compile.blocks import choose_cache
+choose_cache()
+found = torch.compile(lambda x: torch.nn.functional.layer_norm(x, (64,)).tanh().sum(1))(torch.ones(8, 64))
+assert found.eq(0).all()
+print(counters["inductor"]["fxgraph_cache_miss"], counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+@pytest.mark.slow  # a real compiler, in four processes
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles for a CPU with g++")
+def test_starts_at_the_same_time_share_a_folder_and_the_next_one_compiles_nothing(
+    tmp_path, monkeypatch, quick_compiler, nothing_chosen
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def start() -> subprocess.Popen:
+        return subprocess.Popen([sys.executable, "-c", ONE_START], stdout=subprocess.PIPE, text=True)
+
+    for several in ([start() for _ in range(3)], [start()]):
+        told = [one.communicate(timeout=200)[0].split() for one in several]
+        assert [one.returncode for one in several] == [0] * len(several)
+    assert told == [["0", "1"]]
+    assert (tmp_path / "cache/verl_omni/inductor").is_dir()

@@ -45,20 +45,26 @@ def compile_blocks(parts: dict[str, torch.nn.Module], backend: str = "inductor")
 def choose_cache() -> None:
     """Where kernels are kept, unless the user says: not in /tmp, which is inductor's own choice and does not last.
 
-    Where nothing can be written to the user's cache folder, it is /tmp after all.
+    What is found there runs, so it has to be a folder that nobody else writes to. Where there can be none, it is /tmp
+    after all.
     """
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         return
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl_omni" / "inductor"
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        writable = os.access(cache, os.W_OK)
-    except OSError:
-        writable = False
-    if writable:
+        cache.parent.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (cache.parent, cache):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            made = folder.stat()
+            if made.st_uid != os.getuid():
+                raise PermissionError(f"{folder} belongs to another user, and what is found there runs")
+            folder.chmod(made.st_mode & 0o755)
+        if not os.access(cache, os.W_OK):
+            raise PermissionError(f"{cache} cannot be written")
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
-    else:
-        line = f"Compiled kernels are not kept for the next run: {cache} cannot be written."
+    except OSError as error:
+        why = f"{cache} cannot be written" if error.errno else error
+        line = f"Compiled kernels are not kept for the next run: {why}. TORCHINDUCTOR_CACHE_DIR names another folder."
         print(line, file=sys.stderr, flush=True)
 
 
