@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -420,7 +421,13 @@ def test_images_go_into_latents_and_out_again(row):
     assert latents.shape[1:] == generate(row, rollout(model_config), PROMPTS[:1])[0].trajectory["final_latents"].shape
     pixels = 2 * images - 1
     pixels = pixels[:, :, None] if row.name.startswith("Qwen") else pixels
-    expected = pipe.vae.decode(pipe.vae.encode(pixels).latent_dist.mode()).sample
+    encoded = pipe.vae.encode(pixels).latent_dist.mode()
+    placed = adapter.latents_by_place(pipe, latents, model_config)
+    assert placed.shape == (len(images), encoded.shape[1], *encoded.shape[-2:])
+    for channel, i, j in itertools.product(range(placed.shape[1]), (0, 1), (0, 1)):  # Flux2 scales each
+        pair = [one[:, channel, ..., i::2, j::2].flatten() for one in (placed, encoded)]
+        assert torch.corrcoef(torch.stack(pair))[0, 1] > 0.999
+    expected = pipe.vae.decode(encoded).sample
     expected = (expected.reshape(images.shape) / 2 + 0.5).clamp(0, 1)
     torch.testing.assert_close(adapter.decode_latents(pipe, latents, model_config), expected, atol=1e-5, rtol=0)
 

@@ -145,6 +145,8 @@ def names() -> list[BadInput]:
                  ("on_step_ended", "on_step_end"), files={"watch.py": WATCH}),
         BadInput("Names", "a callback that fails", ("trainer.callbacks=[watch.py:Fails]",),
                  ("watch.py:Fails", "on_run_start", "KeyError"), files={"watch.py": WATCH}, early=False),
+        BadInput("Names", "latents for a reward that looks at images", ("reward.input=latents",),
+                 ("reward.input=latents", "latents", "image")),
         BadInput("Names", "a served reward model", ("reward.reward_model.enable=true",), ("reward_model.enable",)),
     ]  # fmt: skip
     return cases

@@ -18,7 +18,7 @@ from verl_omni.rewards.reward_loop import load_custom_reward_function
 from verl_omni.utils.masking import masked
 
 CONFIG = OmegaConf.create({"reward": {"batch_size": 4, "on_failure": "stop"}})
-OTHER_KINDS = {"audio", "sample_rate", "text", "video", "frame_rate"}
+OTHER_KINDS = {"audio", "sample_rate", "text", "video", "frame_rate", "latent"}
 GUARD = 60  # seconds after which something waits for ever
 
 

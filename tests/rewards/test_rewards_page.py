@@ -1,16 +1,21 @@
 """docs/rewards.md: its table is what there is, and what it shows runs."""
 
+import asyncio
 import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
 import yaml
 from PIL import Image
 
 from verl_omni.rewards import get_reward_fn, make_scorer
 from verl_omni.rewards.choice import read_choices
+from verl_omni.rewards.reward_function import RewardFunction
+from verl_omni.utils.responses import Latents
 
 PAGE = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
 
@@ -42,7 +47,12 @@ def test_the_lists_of_rewards_can_be_read():
 
 
 def test_the_reward_of_ones_own():
-    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    of_latents, code = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    own: dict = {}
+    exec(of_latents, own)
+    asked = {"response": Latents(torch.tensor([[[-1.0, 1.0]]])), "prompt": ""}
+    (answer,) = asyncio.run(RewardFunction(own["compute_score"], "the page's").score([asked]))
+    assert answer["score"] == pytest.approx(2**0.5)
     exec(code.replace('"brightness"', '"page_brightness"'), {"__name__": __name__})
     grey = Image.new("RGB", (4, 4), (204, 204, 204))
     (answer,) = make_scorer("page_brightness", {"wanted": 0.8})([grey], [None], [""], [{}])

@@ -9,6 +9,7 @@ from test_refused_settings import prepared, refused
 from tiny_models import tiny_checkpoint
 
 from verl_omni.config import DiffusionRolloutConfig
+from verl_omni.config.schema import RewardConfig
 from verl_omni.testing.local_trainer import local_config, local_trainer
 from verl_omni.trainer.diffusion.pool import chosen_seeds
 
@@ -75,7 +76,7 @@ def test_a_pool_is_drawn_as_what_is_chosen_of_it():
     for precision, own in (("fp8", None), (None, None), (None, "fp8")):
         pool = SimpleNamespace(size=4, num_inference_steps=2, precision=own)
         rollout = DiffusionRolloutConfig(precision=precision, pool=pool)
-        config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+        config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout), reward=RewardConfig())
         with pytest.raises(StopIteration):
             chosen_seeds(SimpleNamespace(config=config, _rollout_batch=rollout_batch), torch.empty(0), 1, range(1))
     assert asked == ["fp8", None, "fp8"]

@@ -19,7 +19,16 @@ from verl_omni.rewards.reward_function import RewardError
 from verl_omni.trainer.checks.reward_trial import TRIED
 from verl_omni.utils import movies
 from verl_omni.utils.image_files import frames_in
-from verl_omni.utils.responses import GIVEN, KINDS, Sound, VideoWithSound, check_package, kind_of, write_response
+from verl_omni.utils.responses import (
+    GIVEN,
+    KINDS,
+    Latents,
+    Sound,
+    VideoWithSound,
+    check_package,
+    kind_of,
+    write_response,
+)
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.image_http import as_json
 
@@ -35,9 +44,10 @@ ONES = {
 
 
 def test_every_kind_is_known_wherever_they_are_told_apart():
-    assert KINDS.keys() == ONES.keys() == SHOWN.keys() == TRIED.keys()
+    assert KINDS.keys() - {"latents"} == ONES.keys() == SHOWN.keys() == TRIED.keys()  # which nobody is shown
     assert [kind_of(one).name for one in ONES.values()] == list(ONES)
-    assert set(GIVEN) == {"solution_image", "image", "video", "audio", "sample_rate", "frame_rate", "text"}
+    assert kind_of(Latents(torch.zeros(4, 2, 2))).name == "latents"
+    assert set(GIVEN) == {"solution_image", "image", "video", "audio", "sample_rate", "frame_rate", "text", "latent"}
 
 
 @pytest.mark.parametrize("one", [torch.zeros(4, 4), torch.zeros(1, 2, 3, 4, 4), b"bytes", None])

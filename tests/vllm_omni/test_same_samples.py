@@ -2,8 +2,11 @@
 
 import pytest
 import torch
-from test_architectures import PROMPTS, as_batch, config, draw, rollout, training_engine, upstream
+from test_architectures import PROMPTS, as_batch, config, draw, picture, rollout, training_engine, upstream
+from test_encoded_once import counted, texts
 from vllm_cases import ask, assert_same
+
+from verl_omni.utils.responses import Latents
 
 # In two batches, and of different lengths; where there are pictures, of different shapes and numbers.
 ASKED = [*PROMPTS, "a dog", PROMPTS[1], PROMPTS[0]]
@@ -68,3 +71,25 @@ def test_a_failure_is_the_callers_and_the_next_batch_is_drawn(served):
     with pytest.raises(ValueError, match="unknown sde_type"):
         ask(row, engine, model_config, PROMPTS, sde_type="nonsense")
     assert len(ask(row, engine, model_config, PROMPTS)) == 2
+
+
+def test_text_and_images_are_encoded_once(served):
+    """For five samples in two batches, of a prompt and an image that nobody else here has asked for."""
+    row, engine = served
+    images = row.images and [[picture(8, 8, 99)]]
+    with counted(engine.engine.pipeline) as found:
+        outputs = ask(row, engine, config(row, cfg=True), ["a heron"] * 5, images=images)
+    most = 2 if row.images else 1  # beside an image the negative prompt is another one too
+    assert len(outputs) == 5 and texts(found) and max(texts(found).values()) <= 1 + most
+    assert found["vae"] == (1 if row.images else 0)
+
+
+def test_latents_without_decoding(served):
+    """What a reward is given with `reward.input=latents` is the embedded engine's."""
+    row, engine = served
+    model_config = config(row, cfg=False)
+    asked = {"latents": "alone", "noise_level": 0.0, "sde_window": None}
+    mine, theirs = (ask(row, e, model_config, PROMPTS, False, **asked) for e in (engine, rollout(model_config)))
+    for one, other in zip(mine, theirs, strict=True):
+        assert isinstance(one.response, Latents) and one.response.decoded is None
+        torch.testing.assert_close(one.response.values, other.response.values, atol=1e-5, rtol=1e-5)

@@ -157,8 +157,11 @@ class DiffusionAgentLoopWorker:
         for key in (*SIZES, "seed", "init_seed", "branch", "sde_window", "position", "place"):
             if row.get(key) is not None:
                 sampling_params[key] = row[key]
+        agent_loop = AGENT_LOOPS.get(name)
+        if "latents" in sampling_params and agent_loop is not DiffusionSingleTurnAgentLoop:
+            sampling_params["latents"] = "too"  # it may look at what it gets, before it asks again
         engine = SampleEngine(self.servers, block, row)
-        loop = AGENT_LOOPS.get(name)(self.model_config, engine)
+        loop = agent_loop(self.model_config, engine)
         output = await loop.run(sampling_params, tokenizers=self.tokenizers, **row)
         await engine.leave()
         answers = engine.trained(output.response, output.trained)

@@ -11,7 +11,7 @@ from verl.protocol import DataProto
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
 from verl_omni.utils.arrays import object_array
-from verl_omni.utils.responses import Response, kind_of, write_response
+from verl_omni.utils.responses import Latents, Response, kind_of, write_response
 from verl_omni.workers import columns
 from verl_omni.workers.columns import concatenated, stacked
 from verl_omni.workers.rollout.base import RolloutOutput
@@ -76,6 +76,7 @@ def steps_of(answers: list[RolloutOutput]) -> dict[str, torch.Tensor]:
 
 def written(response: Response, file: Path) -> dict[str, Any]:
     """Write a sample's file: what its line in samples.jsonl says of it."""
+    response = response.decoded if isinstance(response, Latents) else response
     kind, name = kind_of(response).name, write_response(response, file)
     if kind in ("image", "video"):
         return {"image": name} | ({"kind": kind} if kind == "video" else {})

@@ -163,6 +163,12 @@ class RewardConfig:
         "the rewards to add up, [{name: ocr, weight: 1}, {name: pickscore, weight: 0.3}], or settings of those that "
         "data_source names, such as reward.scorers.ocr.num_threads=2",
     )
+    input: str = knob(
+        "decoded",
+        "what rewards are given of a sample: decoded (an image, a video, a sound) or latents (`latent`, `latents`: "
+        "training samples are then not decoded at all, and only validation has pictures)",
+        choices=("decoded", "latents"),
+    )
     pairwise: PairwiseConfig = knob(PairwiseConfig, "")
     custom_reward_function: RewardFunctionConfig = knob(RewardFunctionConfig, "")
     reward_manager: RewardManagerConfig = knob(RewardManagerConfig, "")

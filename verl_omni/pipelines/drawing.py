@@ -21,7 +21,7 @@ from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
 from verl_omni.pipelines.sampling import denoise
 from verl_omni.utils.errors import RunError
 from verl_omni.utils.padding import pad_and_cat
-from verl_omni.utils.responses import Response
+from verl_omni.utils.responses import Latents, Response
 
 PIPELINE_KEYS = tuple(f.name for f in dataclasses.fields(DiffusionPipelineConfig))
 
@@ -42,7 +42,7 @@ class Request:
     @property
     def kind(self) -> tuple:
         """Requests of one kind (size, steps, guidance, window length, precision) can share forwards."""
-        names = (*PIPELINE_KEYS, "noise_level", "sde_type", "keep_trajectory", "precision")
+        names = (*PIPELINE_KEYS, "noise_level", "sde_type", "keep_trajectory", "precision", "latents")
         window = self.params.get("sde_window")
         return (*(repr(self.params.get(k)) for k in names), None if window is None else window[1] - window[0])
 
@@ -125,9 +125,7 @@ class Drawer:
         self._done("denoise")
 
         whole = self.adapter.whole_latents(trajectory.final_latents, stacked)
-        parts = whole.split(self.decode_batch_size)
-        decoded = [self._decode(latents, model_config) for latents in parts]
-        made = torch.cat(decoded).cpu() if isinstance(decoded[0], torch.Tensor) else list(itertools.chain(*decoded))
+        made = self._responses(whole, model_config, params.get("latents"))
         self._done("decode")
         if not params.get("keep_trajectory", False):
             return [Sample(response) for response in made]
@@ -147,6 +145,20 @@ class Drawer:
 
     def _generator(self, seed: int) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(seed)
+
+    def _responses(
+        self, latents: torch.Tensor, model_config: DiffusionModelConfig, wanted: str | None
+    ) -> Sequence[Response]:
+        """What is decoded; where latents are `wanted`, they `alone` (nothing is decoded), or beside it (`too`)."""
+        decoded: Sequence[Response | None] = [None] * len(latents)
+        if wanted != "alone":
+            parts = [self._decode(part, model_config) for part in latents.split(self.decode_batch_size)]
+            decoded = torch.cat(parts).cpu() if isinstance(parts[0], torch.Tensor) else list(itertools.chain(*parts))
+        if wanted is None:
+            return decoded
+        check_finite(latents)
+        values = self.adapter.latents_by_place(self.pipe, latents.float(), model_config).cpu()
+        return [Latents(*pair) for pair in zip(values, decoded, strict=True)]
 
     def _decode(self, latents: torch.Tensor, model_config: DiffusionModelConfig) -> Sequence[Response]:
         """Pixels (uint8) as one tensor, or a list of whatever else the model makes."""

@@ -427,6 +427,14 @@ class DiffusionModelBase:
         return latents
 
     @classmethod
+    def latents_by_place(cls, pipe, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
+        """What is decoded, as a reward is given it (`reward.input=latents`): channels, then frames, rows and columns.
+
+        As it was drawn, unless an adapter says otherwise: one whose transformer takes tokens does.
+        """
+        return latents
+
+    @classmethod
     def decode_latents(
         cls, pipe, latents: torch.Tensor, model_config: DiffusionModelConfig
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:

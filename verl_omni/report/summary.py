@@ -24,6 +24,8 @@ def facts(run: Run) -> list[str]:
     if images := run.curve("perf/total_num_images"):
         done = "scored" if run.curve("critic/rewards/mean") else "of pairs"
         found.append(f"{sum(n for _, n in images):,.0f} images {done}")
+    if run.setting("reward.input") == "latents":
+        found.append("training images were not decoded: rewards had latents (reward.input)")
     failed = [sum(n for _, n in run.curve(name)) for name in run.names("val-aux/") if name.endswith("/failed")]
     if sum(failed):
         found.append(f"{sum(failed):.0f} scores of validation failed")

@@ -51,7 +51,8 @@ class RewardFunction:
     A sample is a dict: its `response`, and what is in SINGLE beside it. What a function is given of a response depends
     on its kind (`verl_omni.utils.responses`). Of an image: `solution_image`, a float tensor in [0, 1], C x H x W (a
     video F x C x H x W), and `image`, the same as a PIL image (a video: a list of them). Of a sound: `audio`, a float
-    tensor in [-1, 1], channels x time, and `sample_rate`. Of a text: `text`.
+    tensor in [-1, 1], channels x time, and `sample_rate`. Of a text: `text`. With `reward.input=latents` it is
+    `latent`, a float tensor, and nothing that is decoded from it.
     `other`, a PIL image too, is the one that an image is compared with under `reward.pairwise.by=pair`; a function that
     does not ask for it sees both beside each other.
     """
@@ -139,9 +140,13 @@ class RewardFunction:
         all_given, given = (GIVEN_MANY, {f"{n}s" for n in kind.given}) if self.batched else (GIVEN, set(kind.given))
         for n in self.required:
             if n in all_given and n not in given:
+                what, remedy = f"what the model makes is {kind.name}", ""
+                if kind.name == "latents":
+                    what, remedy = "what it is given is latents", "; leave reward.input=latents out"
+                elif n in ("latent", "latents"):
+                    remedy = "; a run gives them with reward.input=latents"
                 failure = RewardError(
-                    f"reward function {self.name} asks for {n}, and what the model makes is {kind.name}: that has "
-                    f"{', '.join(sorted(given))}"
+                    f"reward function {self.name} asks for {n}, and {what}: that has {', '.join(sorted(given))}{remedy}"
                 )
                 failure.is_final = True
                 raise failure

@@ -151,12 +151,12 @@ def run_diffusion(config: DictConfig, task_runner_class: Any = None, quiet: bool
 def ask_reward(config: DictConfig) -> None:
     """A function of the user's own is asked once before anything heavy starts."""
     from verl_omni.data.loading import load_datasets
-    from verl_omni.trainer.checks.reward_trial import made_kind, try_reward
+    from verl_omni.trainer.checks.reward_trial import scored_kind, try_reward
 
     if config.algorithm.sample_source != "online":
         return
     dataset = next(dataset for dataset in load_datasets(config) if dataset is not None)
-    if told := try_reward(config, dataset[0], made_kind(config)):
+    if told := try_reward(config, dataset[0], scored_kind(config)):
         print(f"warning: {told}", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""What a model may answer with, by kind: an image, a video, a sound, a video with sound, a text.
+"""What a model may answer with, by kind: an image, a video, a sound, a video with sound, a text; or latents of them.
 
 All that differs between them on their way is said here: how to tell one, the file that people open, and what a reward
 function is given by the name of its parameter. How a page shows the file is `verl_omni.report.galleries.SHOWN`.
@@ -33,7 +33,18 @@ class VideoWithSound:
     frame_rate: float
 
 
-Response: TypeAlias = "torch.Tensor | Sound | VideoWithSound | str"
+@dataclass(frozen=True)
+class Latents:
+    """What a model drew, before it is decoded (`reward.input=latents`): all that a reward is given of it.
+
+    `values` are floats, in the scale that the model draws in. `decoded` is for people: None where nobody will look.
+    """
+
+    values: "torch.Tensor" = field(repr=False)
+    decoded: "torch.Tensor | Sound | VideoWithSound | None" = field(default=None, repr=False)
+
+
+Response: TypeAlias = "torch.Tensor | Sound | VideoWithSound | str | Latents"
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,8 @@ class Kind:
 
 
 def _pixels(dimensions: int) -> Callable[[Any], bool]:
-    return lambda one: not isinstance(one, Sound | VideoWithSound | str) and getattr(one, "ndim", None) == dimensions
+    ours = Sound | VideoWithSound | Latents | str
+    return lambda one: not isinstance(one, ours) and getattr(one, "ndim", None) == dimensions
 
 
 def _floats(pixels: "torch.Tensor") -> "torch.Tensor":
@@ -155,6 +167,13 @@ KINDS: dict[str, Kind] = {
             lambda one: isinstance(one, str),
             lambda text: (text.encode(), "txt"),
             {"text": lambda text: text},
+        ),
+        Kind(
+            "latents",
+            "a verl_omni.utils.responses.Latents",
+            lambda one: isinstance(one, Latents),
+            lambda one: kind_of(one.decoded).file(one.decoded),
+            {"latent": lambda one: one.values},
         ),
     )
 }

@@ -96,9 +96,13 @@ class Flux(DiffusionModelBase):
         return latents
 
     @classmethod
-    def decode_latents(cls, pipe, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
+    def latents_by_place(cls, pipe, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
         size = model_config.pipeline
-        return decode_image(pipe, pipe._unpack_latents(latents, size.height, size.width, pipe.vae_scale_factor))
+        return pipe._unpack_latents(latents, size.height, size.width, pipe.vae_scale_factor)
+
+    @classmethod
+    def decode_latents(cls, pipe, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
+        return decode_image(pipe, cls.latents_by_place(pipe, latents, model_config))
 
     @classmethod
     def encode_image(cls, pipe, images: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:

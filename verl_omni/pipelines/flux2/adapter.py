@@ -123,10 +123,14 @@ class Flux2(DiffusionModelBase):
         return latents
 
     @classmethod
+    def latents_by_place(cls, pipe, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
+        return pipe._unpatchify_latents(latents.mT.unflatten(2, cls.grid(model_config)))
+
+    @classmethod
     def decode_latents(cls, pipe, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
         mean, std = cls._latent_statistics(pipe.vae)
-        latents = (latents * std.to(latents) + mean.to(latents)).mT.unflatten(2, cls.grid(model_config))
-        image = pipe.vae.decode(pipe._unpatchify_latents(latents).to(pipe.vae.dtype), return_dict=False)[0]
+        latents = cls.latents_by_place(pipe, latents * std.to(latents) + mean.to(latents), model_config)
+        image = pipe.vae.decode(latents.to(pipe.vae.dtype), return_dict=False)[0]
         return pipe.image_processor.postprocess(image, output_type="pt")
 
     @classmethod

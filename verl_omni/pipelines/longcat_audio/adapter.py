@@ -162,9 +162,14 @@ class LongCatAudio(DiffusionModelBase):
         return latents
 
     @classmethod
+    def latents_by_place(cls, pipe, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
+        """(B, channels, time)."""
+        return latents.mT
+
+    @classmethod
     def decode_latents(cls, pipe, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
         """Waves (B, channels, time)."""
-        return pipe.vae.decode(latents.permute(0, 2, 1)).sample
+        return pipe.vae.decode(cls.latents_by_place(pipe, latents, model_config)).sample
 
     @classmethod
     def responses(cls, decoded: torch.Tensor, pipe: Any, model_config: DiffusionModelConfig) -> list[Sound]:

@@ -109,9 +109,14 @@ class QwenImage(DiffusionModelBase):
         )
 
     @classmethod
+    def latents_by_place(cls, pipe, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
+        size = model_config.pipeline
+        return pipe._unpack_latents(latents, size.height, size.width, pipe.vae_scale_factor)[:, :, 0]
+
+    @classmethod
     def decode_latents(cls, pipe, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
-        size, vae = model_config.pipeline, pipe.vae
-        latents = pipe._unpack_latents(latents, size.height, size.width, pipe.vae_scale_factor).to(vae.dtype)
+        vae = pipe.vae
+        latents = cls.latents_by_place(pipe, latents, model_config)[:, :, None].to(vae.dtype)
         mean, std = cls._latent_statistics(vae, latents)
         image = vae.decode(latents * std + mean, return_dict=False)[0][:, :, 0]
         return pipe.image_processor.postprocess(image, output_type="pt")

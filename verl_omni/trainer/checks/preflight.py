@@ -229,7 +229,7 @@ def check_rewards(config: DictConfig) -> None:
     from verl_omni.rewards.image_manager import as_reward_function
     from verl_omni.rewards.judge import with_judge
     from verl_omni.rewards.reward_loop import load_custom_reward_function
-    from verl_omni.trainer.checks.reward_trial import made_kind
+    from verl_omni.trainer.checks.reward_trial import made_kind, scored_kind
     from verl_omni.utils.responses import KINDS
     from verl_omni.utils.responses import check_package as check_written
 
@@ -255,17 +255,17 @@ def check_rewards(config: DictConfig) -> None:
         if choice.name != OWN:
             check_settings(choice.name, choice.settings, choice.label)
             check_package(choice.name)
-    function, kind = load_custom_reward_function(config.reward), KINDS[made_kind(config)]
+    function, kind = load_custom_reward_function(config.reward), KINDS[scored_kind(config)]
     asked = config.actor_rollout_ref.rollout.http.port is not None
     if config.trainer.log_train_groups or config.data.val_files or asked:  # else no file is made of any response
-        check_written(kind)
-        if kind.name == "video" and importlib.util.find_spec("av") is None:
+        check_written(KINDS[made_kind(config)])
+        if made_kind(config) == "video" and importlib.util.find_spec("av") is None:
             print("videos are kept as animations (GIF); as mp4 files with: pip install 'verl-omni[video]'", flush=True)
     own = function is not None
     if own:
         function.check_takes(kind)
     if config.reward.pairwise.by == "pair" and kind.name not in ("image", "video"):
-        raise ValueError(f"reward.pairwise.by=pair compares pictures, and the model makes {kind.name}: use by=score")
+        raise ValueError(f"reward.pairwise.by=pair compares pictures, and rewards are given {kind.name}: use by=score")
     if own and function.compares and config.reward.pairwise.by != "pair":
         raise ValueError(
             f"reward function {function.name} compares two images (`other`): set reward.pairwise.by=pair, or take that "

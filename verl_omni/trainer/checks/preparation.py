@@ -46,6 +46,7 @@ from verl_omni.trainer.checks.rollout_engine import (
     check_checkpoint_engine,
     check_gather,
     check_http,
+    check_reward_input,
     check_rollout_engine,
 )
 from verl_omni.trainer.checks.teacher import check_teacher
@@ -162,6 +163,7 @@ def _check(settings: DiffusionTrainerConfig) -> None:
         _check_reads(f"actor_rollout_ref.rollout.{where}pipeline", pipeline, adapter, arr.model)
     _check_placement(settings)
     check_rollout_engine(settings)
+    check_reward_input(settings)
     check_checkpoint_engine(settings)
     check_gather(settings)
     check_http(settings)

@@ -47,6 +47,8 @@ def try_reward(
     if function is None or set(function.wanted) & set(SERVICES):
         return None
     function.check_takes(KINDS[kind])
+    if kind == "latents":  # what shape they have is known when the model is there
+        return None
     failure = ask_elsewhere(function, [unmade(config, row, kind, function)] * (2 if function.batched else 1))
     if failure is None or "forked subprocess" in failure["said"]:  # CUDA cannot be used there: it was not asked
         return None
@@ -79,6 +81,11 @@ def try_first(config: DictConfig) -> bool:
     if told := try_reward(config, sample, function=function):
         print(f"warning: {told}", flush=True)
     return True
+
+
+def scored_kind(config: DictConfig) -> str:
+    """What rewards are given of a sample."""
+    return "latents" if config.reward.input == "latents" else made_kind(config)
 
 
 def made_kind(config: DictConfig) -> str:

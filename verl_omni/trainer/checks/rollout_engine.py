@@ -9,6 +9,7 @@ from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.utils import read_index
 from verl_omni.pipelines.vllm_omni import INSTALL, VllmOmniPipelineBase, installed
 from verl_omni.utils.listening import is_loopback
+from verl_omni.workers.rollout import engine_class
 from verl_omni.workers.rollout.image_request import http_token
 
 ARR, NAME = "actor_rollout_ref", "actor_rollout_ref.rollout.name=vllm_omni"
@@ -89,6 +90,21 @@ def check_gather(settings: DiffusionTrainerConfig) -> None:
     for name, precision in (("precision", arr.rollout.precision), ("pool.precision", arr.rollout.pool.precision)):
         if precision is not None:
             raise ValueError(f"{shown}: {ARR}.rollout.{name}={precision} needs the whole weights in 8 bits; {whole}")
+
+
+def check_reward_input(settings: DiffusionTrainerConfig) -> None:
+    """There are latents for rewards that are to have them."""
+    arr = settings.actor_rollout_ref
+    if settings.reward.input != "latents":
+        return
+    engine = engine_class(arr.rollout.name)
+    if not engine.gives_latents:
+        raise ValueError(
+            f"reward.input=latents: the rollout engine {arr.rollout.name} does not say that it gives them "
+            "(`gives_latents`); leave it out, or choose diffusers"
+        )
+    if (made := engine.makes(arr.model)) == "text":
+        raise ValueError(f"reward.input=latents: the model makes {made}, which has none; leave it out")
 
 
 def check_rollout_engine(settings: DiffusionTrainerConfig) -> None:

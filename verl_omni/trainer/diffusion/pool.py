@@ -26,6 +26,7 @@ def chosen_seeds(
         "noise_level": 0.0,
         "sde_type": rollout.algo.sde_type,
         **in_precision(rollout.pool.precision or rollout.precision),
+        **asked_of(trainer.config.reward, shown=False),
     }
     batch = trainer._rollout_batch(prompts[list(range(len(prompts)))], size, own, sampling, step, groups)
     batch.meta_info["scores_only"] = True
@@ -46,6 +47,11 @@ def chosen_seeds(
 def in_precision(precision: str | None) -> dict[str, str]:
     """What a request says of it: nothing, where it is training's."""
     return {} if precision is None else {"precision": precision}
+
+
+def asked_of(reward: Any, shown: bool) -> dict[str, str]:
+    """What a request says of latents: nothing, where rewards see what is decoded. What is `shown` is decoded too."""
+    return {} if reward.input == "decoded" else {"latents": "too" if shown else "alone"}
 
 
 def best_and_worst(scores: list[float], count: int) -> list[int]:

@@ -15,7 +15,7 @@ from verl_omni.trainer.diffusion.experience import Experience, new_experience, p
 from verl_omni.trainer.diffusion.filter_groups import GroupFilter, start_filtered
 from verl_omni.trainer.diffusion.group_queue import Group
 from verl_omni.trainer.diffusion.pace import DrawnGroup
-from verl_omni.trainer.diffusion.pool import chosen_seeds, in_precision
+from verl_omni.trainer.diffusion.pool import asked_of, chosen_seeds, in_precision
 from verl_omni.trainer.diffusion.rollouts import Weights
 from verl_omni.trainer.diffusion.validation import training_folder, validation_metrics, write_samples
 from verl_omni.trainer.run_folder.saving import is_due
@@ -129,6 +129,7 @@ class Sampling:
         """Score the validation prompts with the same seeds every time, and keep the samples."""
         rollout = self.config.actor_rollout_ref.rollout
         val, sampling = rollout.val_kwargs, validation_sampling(rollout, self.config.actor_rollout_ref.model)
+        sampling |= asked_of(self.config.reward, shown=True)
         policy = "ema" if self.config.actor_rollout_ref.actor.ema_decay else "current"
         folder, limit = self.run_dir / "validation" / f"step_{self.global_step}", self.config.trainer.log_val_images
         outputs, start = [], 0
@@ -186,6 +187,7 @@ class Sampling:
             "sde_type": rollout.algo.sde_type,
             "keep_trajectory": True,
             **in_precision(rollout.precision),
+            **asked_of(self.config.reward, shown=False),
             **sampling,
         }
         own = [seeds[group * n + i] for group in groups for i in range(n)]
@@ -203,7 +205,8 @@ class Sampling:
         """Where the best and the worst image of a group are kept: of some prompts, where the report shows them."""
         trainer, number = self.config.trainer, step + 1
         due = number == 1 or is_due(number, trainer.test_freq, number == self.total_steps)
-        if not due or group >= trainer.log_train_groups:
+        decoded = self.config.reward.input == "decoded"  # else there is no picture of it
+        if not due or not decoded or group >= trainer.log_train_groups:
             return None
         return str(training_folder(self.run_dir, number) / f"{group:05d}")
 

@@ -50,7 +50,9 @@ class StepTime:
         forwards = math.ceil(images / requests) * self.amounts.steps * halves
         pool = rollout.pool.size or 0
         more = 1 + pool * (rollout.pool.num_inference_steps or 0) / (rollout.n * self.amounts.steps) if pool else 1
-        decode = images * (1 + pool / rollout.n) * self.costs.decode(1).forward / self.rates.decode
+        decode = 0.0
+        if self.settings.reward.input == "decoded":
+            decode = images * (1 + pool / rollout.n) * self.costs.decode(1).forward / self.rates.decode
         eager = 1 if compiles(self.settings) else measured.EAGER_FORWARD
         one = self._forward(rows, self.rates.denoise * eager)
         if shared is not None and rollout.gather == "blocks":

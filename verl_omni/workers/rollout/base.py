@@ -13,7 +13,7 @@ import torch
 
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
-from verl_omni.utils.responses import Response, Sound, VideoWithSound, kind_of
+from verl_omni.utils.responses import Latents, Response, Sound, VideoWithSound, kind_of
 
 
 @dataclass
@@ -41,7 +41,7 @@ class RolloutOutput:
 
     @property
     def image(self) -> torch.Tensor:
-        return self.response
+        return self.response.decoded if isinstance(self.response, Latents) else self.response
 
     def cpu(self) -> "RolloutOutput":
         """Ready to leave the process. A row of a batch is copied: pickling a view would send the whole batch."""
@@ -53,11 +53,13 @@ class RolloutOutput:
         )
 
 
-def _own(response: Response) -> Response:
+def _own(response: "Response | None") -> "Response | None":
     if isinstance(response, Sound):
         return dataclasses.replace(response, samples=own_copy(response.samples))
     if isinstance(response, VideoWithSound):
         return dataclasses.replace(response, frames=own_copy(response.frames), sound=_own(response.sound))
+    if isinstance(response, Latents):
+        return Latents(own_copy(response.values), _own(response.decoded))
     return own_copy(response) if isinstance(response, torch.Tensor) else response
 
 
@@ -73,6 +75,8 @@ class RolloutEngine(ABC):
     same_arithmetic: ClassVar[bool] = False
     #: other than that of training, that it can be asked to draw in: values of `actor_rollout_ref.rollout.precision`
     precisions: ClassVar[tuple[str, ...]] = ()
+    #: whether it gives the latents of a sample where it is asked for them (`latents` of a request, `reward.input`)
+    gives_latents: ClassVar[bool] = False
     #: of the weights that the next request is drawn with
     version: int = 0
 

@@ -30,6 +30,7 @@ from verl_omni.workers.transfer.weights import checked
 class DiffusersRollout(Drawer, BatchedRollout):
     same_arithmetic = True
     precisions = ("fp8",)
+    gives_latents = True
 
     def __init__(
         self,

@@ -28,6 +28,7 @@ from verl_omni.workers.rollout.vllm_rollout.loading import TrainedWeights
 
 class VllmOmniRollout(BatchedRollout):
     has_a_copy = True
+    gives_latents = True
 
     def __init__(
         self,
