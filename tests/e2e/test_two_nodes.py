@@ -1,12 +1,14 @@
 """Two machines learn what one does: here two nodes of a Ray that runs already, and a third without devices that starts
 the run. It is started in a folder of its own, with paths as people type them there."""
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from e2e_runs import (
     LEARNING,
@@ -69,6 +71,7 @@ def test_two_nodes_learn_what_one_process_does(cluster, here, uninterrupted):
     assert not list((here / "run").glob(".seen*"))
 
 
+@pytest.mark.slow
 def test_a_folder_that_nodes_do_not_share_is_refused_before_anything_starts(cluster, here):
     """/proc/self/cwd is another folder for each process: here for the command and for those that Ray starts."""
     refused = run(cluster, here, "trainer.default_local_dir=/proc/self/cwd/run")
@@ -127,6 +130,12 @@ def test_slurm_starts_ray_on_its_nodes_and_the_run(here):
     }  # fmt: skip
     environment.pop("RAY_TMPDIR", None)
     typed = [*settings("run", *LEARNING), "trainer.total_training_steps=1", "trainer.test_freq=0", "trainer.device=cpu"]
-    done = subprocess.run(["bash", script, *typed], cwd=here, env=environment, capture_output=True, text=True)
+    try:
+        done = subprocess.run(["bash", script, *typed], cwd=here, env=environment, capture_output=True, text=True)
+    finally:  # Slurm ends all that a job has started; here nobody does
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("SLURM_JOB_ID") == environment["SLURM_JOB_ID"]:
+                    process.kill()
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert manifest.check(here / "run/global_step_1")["global_step"] == 1

@@ -116,7 +116,7 @@ def test_every_number_and_every_name_says_what_it_may_be():
     """Without a range are only switches, paths, free text, names that can be registered, and open dicts."""
     free = {
         "data.train_files", "data.val_files", "data.prompt_key", f"{MODEL}.revision", "recipe", "ray.address",
-        "ray.timeline_json_file",
+        "ray.timeline_json_file", "ray.env_vars",
         "trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir", "trainer.resume_from_path",
         "trainer.replay", "trainer.callbacks",
         "reward.custom_reward_function.path", "reward.custom_reward_function.name", "reward.reward_manager.name",

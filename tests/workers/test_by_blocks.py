@@ -60,7 +60,7 @@ def rank_main(rank: int, folder: str, path: str, lora: bool) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["full", "lora"])
 def test_block_by_block_is_what_the_whole_model_draws(tmp_path, process_group, lora):
     start_ranks(rank_main, (str(tmp_path), tiny_checkpoint(), lora))
     engine = make_engine(model_config(tiny_checkpoint(), cfg=True, lora=lora))

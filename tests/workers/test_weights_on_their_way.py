@@ -4,6 +4,8 @@ import itertools
 
 import pytest
 import torch
+from engine_cases import make_engine, model_config
+from tiny_models import tiny_checkpoint
 
 from verl_omni.workers.transfer import weights as on_their_way
 from verl_omni.workers.transfer.weights import checksum, from_buckets, store_in_buckets
@@ -60,3 +62,17 @@ def test_a_checksum_counts_every_byte():
     assert checksum("", torch.tensor([5, 7], dtype=torch.int64)) == 12
     assert checksum("", torch.arange(20, dtype=torch.uint8)[3:]) == checksum("", torch.arange(3, 20, dtype=torch.uint8))
     assert checksum("", torch.tensor([1, 0, 0, 0, 0, 0, 0, 0, 9], dtype=torch.uint8)) == 10
+
+
+def test_what_a_server_would_round_is_rounded_before_it_is_sent(process_group):
+    """vLLM-Omni holds all weights in the dtype that it computes in. Adapters are added to others first, in float32."""
+    from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
+    from verl_omni.workers.rollout.vllm_rollout.engine import VllmOmniRollout
+
+    engine = make_engine(model_config(tiny_checkpoint()))
+    whole, adapter = engine.model_config, model_config(tiny_checkpoint(), lora=True)
+    assert VllmOmniRollout.receives(whole, torch.bfloat16) == torch.bfloat16
+    assert VllmOmniRollout.receives(adapter, torch.bfloat16) is DiffusersRollout.receives(whole, torch.bfloat16) is None
+    held, sent = dict(engine.get_per_tensor_param()[0]), dict(engine.get_per_tensor_param(dtype=torch.bfloat16)[0])
+    assert held.keys() == sent.keys() and {tensor.dtype for tensor in held.values()} == {torch.float32}
+    assert all(torch.equal(sent[name], tensor.bfloat16()) for name, tensor in held.items())
