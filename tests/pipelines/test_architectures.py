@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import itertools
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -76,6 +75,10 @@ def as_sound(size: dict[str, Any], images: list[Image.Image] | None) -> dict[str
     return size
 
 
+def as_music(size: dict[str, Any], images: list[Image.Image] | None) -> dict[str, Any]:
+    return {"audio_duration": size["audio_duration_s"]}
+
+
 @dataclass
 class Architecture:
     """One row of the table: a tiny checkpoint, and knobs that our config and diffusers' pipeline share."""
@@ -100,8 +103,9 @@ class Architecture:
     def load(self, path=None):
         """The stock pipeline."""
         path = path or tiny_checkpoint(self.name)
-        processor = f"{path}/processor"
-        edits = {"processor": image_text_processor().from_pretrained(processor)} if os.path.isdir(processor) else {}
+        edits = {}
+        if self.name == "QwenImageEditPlusPipeline":  # its own wants torchvision
+            edits["processor"] = image_text_processor().from_pretrained(f"{path}/processor")
         pipe = pipeline_class(self.name.split("-")[0]).from_pretrained(path, **edits)
         pipe.set_progress_bar_config(disable=True)
         return pipe
@@ -141,6 +145,15 @@ TABLE = [
     # FLUX.2 dev has guidance as an input only, and neither pipeline takes a negative prompt: klein's is empty.
     Architecture("Flux2Pipeline", guided={"guidance_scale": 2.0}, plain={"guidance_scale": 4.0}, negative=""),
     Architecture("Flux2KleinPipeline", **GUIDANCE, negative=""),
+    Architecture("CogView4Pipeline", **GUIDANCE, seldom=True),
+    Architecture(
+        "GlmImagePipeline",
+        guided={"guidance_scale": 3.0},
+        plain={"guidance_scale": 1.0},
+        negative="",
+        sizes=[{"height": 32, "width": 64}, {"height": 64, "width": 32}],
+        seldom=True,
+    ),
     Architecture("ZImagePipeline", guided={"guidance_scale": 4.0}, plain={"guidance_scale": 0.0}),
     Architecture("WanPipeline", **GUIDANCE, both={"num_frames": 5}),
     Architecture(
@@ -190,6 +203,16 @@ TABLE = [
         sizes=[{"height": 32, "width": 64}, {"height": 64, "width": 32}],
         images=[[picture(8, 8, 0)], [picture(4, 8, 1)], [picture(8, 8, 3)]],
         asked=as_video_with_sound,
+        seldom=True,
+    ),
+    Architecture(
+        "AceStepPipeline",
+        guided={},
+        plain={},
+        negative="",
+        sizes=[{"audio_duration_s": 2.0}, {"audio_duration_s": 3.5}],
+        asked=as_music,
+        lora=False,
         seldom=True,
     ),
     Architecture(

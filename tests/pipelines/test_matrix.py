@@ -133,6 +133,9 @@ def sample(row, engine, algo, steps):
     def ids(text: str, i: int) -> list[int]:
         return engine.adapter.tokenize(tokenizers, text, SEQUENCE, row.images and row.images[i])
 
+    def away(i: int) -> list[int]:
+        return engine.adapter.tokenize_negative(tokenizers, row.negative, SEQUENCE, row.images and row.images[i])
+
     async def run():
         calls = []
         for i, prompt in enumerate(PROMPTS):
@@ -146,9 +149,7 @@ def sample(row, engine, algo, steps):
             }
             images = row.images and row.images[i]
             calls.append(
-                engine.generate(
-                    ids(prompt, i), params, str(i), image_data=images, negative_prompt_ids=ids(row.negative, i)
-                )
+                engine.generate(ids(prompt, i), params, str(i), image_data=images, negative_prompt_ids=away(i))
             )
         return await asyncio.gather(*calls)
 

@@ -24,7 +24,8 @@ def draw(row, engine, i: int):
         size["num_frames"] = (5, 9)[i]
     params = {"seed": i, "keep_trajectory": True, "sde_window": (0, steps - 1), "noise_level": NOISE[i], **size}
     images = row.images and row.images[i]
-    drawn = engine.generate(ids(PROMPTS[i]), params, str(i), image_data=images, negative_prompt_ids=ids(row.negative))
+    negative = engine.adapter.tokenize_negative(tokenizers, row.negative, SEQUENCE, images)
+    drawn = engine.generate(ids(PROMPTS[i]), params, str(i), image_data=images, negative_prompt_ids=negative)
     return asyncio.run(drawn)
 
 

@@ -353,6 +353,7 @@ def test_a_pipeline_knob_that_the_architecture_does_not_have(architecture, knob,
         ("LTX2Pipeline", f"{ROLLOUT}.algo.audio_share=1.5", "audio_share=1.5: expected 0 or more, at most 1"),
         ("LTX2Pipeline", f"{ROLLOUT}.pipeline.num_frames=4", "num_frames=4: LTX-2 makes 2k + 1 frames, such as 5"),
         ("WanImageToVideoPipeline", f"{ROLLOUT}.pipeline.num_frames=1", "num_frames=1: the first frame is given"),
+        ("GlmImagePipeline", f"{ROLLOUT}.pipeline.negative_prompt=blurry", "GLM-Image reads none; leave it out"),
         ("ChromaPipeline", f"{MODEL}.enable_gradient_checkpointing=true", "Chroma leaves the mask of the prompt out"),
     ],
 )

@@ -9,11 +9,14 @@ from typing import NamedTuple
 
 # The package of each architecture, which registers its adapter.
 BUILTIN: dict[str, str] = {
+    "AceStepPipeline": "verl_omni.pipelines.ace_step",
     "ChromaPipeline": "verl_omni.pipelines.chroma",
+    "CogView4Pipeline": "verl_omni.pipelines.cogview4",
     "Flux2KleinPipeline": "verl_omni.pipelines.flux2",
     "Flux2Pipeline": "verl_omni.pipelines.flux2",
     "FluxKontextPipeline": "verl_omni.pipelines.flux_kontext",
     "FluxPipeline": "verl_omni.pipelines.flux",
+    "GlmImagePipeline": "verl_omni.pipelines.glm_image",
     "HunyuanVideo15Pipeline": "verl_omni.pipelines.hunyuan_video_15",
     "LongCatAudioDiTPipeline": "verl_omni.pipelines.longcat_audio",
     "LTX2ImageToVideoPipeline": "verl_omni.pipelines.ltx2",
@@ -25,8 +28,11 @@ BUILTIN: dict[str, str] = {
     "WanPipeline": "verl_omni.pipelines.wan",
     "ZImagePipeline": "verl_omni.pipelines.z_image",
 }
-# Of what is no diffusion model: a language model that writes prompts for one, or stands alone.
-OTHERS = {"AutoModelForCausalLM": "verl_omni.pipelines.causal_lm"}
+# Of what is no diffusion model: what writes prompts or tokens for one, or stands alone.
+OTHERS = {
+    "AutoModelForCausalLM": "verl_omni.pipelines.causal_lm",
+    "GlmImageForConditionalGeneration": "verl_omni.pipelines.glm_image.writer",
+}
 
 
 class Listed(NamedTuple):

@@ -98,6 +98,13 @@ class Drawer:
 
         guided = self.adapter.cfg_scale(model_config) > 1
         conditions = [self._conditions(r, guided, model_config) for r in requests]
+        if self.adapter.brings("drawn_conditions"):
+            if any(r.params.get("written") is None for r in requests):
+                self._before_encoding()
+            starts = [r.params.get("init_seed", r.params["seed"]) for r in requests]
+            prompts, written = [r.prompt_ids for r in requests], [r.params.get("written") for r in requests]
+            drawn = self.adapter.drawn_conditions(self.pipe, prompts, model_config, starts, written)
+            conditions = [one | own for one, own in zip(conditions, drawn, strict=True)]
         stacked = stack_conditions(conditions)
         generators = [self._generator(r.params.get("init_seed", r.params["seed"])) for r in requests]
         latents = self.adapter.prepare_latents(self.pipe, self.module, model_config, generators)
@@ -192,8 +199,10 @@ class Drawer:
     def _encode(
         self, ids: list[int], images: list[Any] | None, seen: tuple, model_config: DiffusionModelConfig
     ) -> Conditions:
-        """Some adapters pad to the longest that a prompt may be, and some text encoders see the images."""
-        key = (tuple(ids), model_config.pipeline.max_sequence_length, *seen)
+        """Some adapters pad to the longest that a prompt may be, some are told how long a sound will be, and some text
+        encoders see the images."""
+        size = model_config.pipeline
+        key = (tuple(ids), size.max_sequence_length, size.audio_duration_s, *seen)
         return self._once(
             key, functools.partial(self.adapter.encode_prompt, self.pipe, list(ids), model_config, images)
         )

@@ -152,6 +152,11 @@ class DiffusionModelBase:
         scheduler.set_timesteps(model_config.pipeline.num_inference_steps, device=device)
 
     @classmethod
+    def timestep_at(cls, sigma: torch.Tensor, scheduler: Any, model_config: DiffusionModelConfig) -> torch.Tensor:
+        """The timestep that a sample of this noise level has, any level: samples that were noised have it from here."""
+        return sigma * scheduler.config.num_train_timesteps
+
+    @classmethod
     def num_steps(cls, model_config: DiffusionModelConfig) -> int:
         """How many steps `set_timesteps` makes of `num_inference_steps`; SDE windows count these."""
         return model_config.pipeline.num_inference_steps
@@ -392,6 +397,20 @@ class DiffusionModelBase:
         `encode_prompt` of an adapter that has this sees them only where the model `tokenizes_images`.
         """
         return {}
+
+    @classmethod
+    def drawn_conditions(
+        cls,
+        pipe,
+        prompts: list[list[int]],
+        model_config: DiffusionModelConfig,
+        seeds: list[int],
+        written: list[list[int] | None],
+    ) -> list[Conditions]:
+        """What each sample has beside the features of its prompt (ids of `tokenize`), drawn from its own seed; none by
+        default. A row of a batch does not depend on the others. `written` are tokens that a model before this one,
+        which is trained too, has drawn already."""
+        return [{} for _ in prompts]
 
     @classmethod
     def conditions_like(cls, model_config: DiffusionModelConfig, tokens: int) -> Conditions:

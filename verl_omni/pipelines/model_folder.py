@@ -20,6 +20,7 @@ from verl_omni.utils.suggest import nearest
 LAYOUT = "expected what diffusers' `pipe.save_pretrained(folder)` writes"
 # What every model needs. Others, such as a third text encoder, a folder may leave out by [null, null].
 ALWAYS = ("transformer", "vae", "scheduler", "text_encoder", "tokenizer")
+MODELS = ("transformer", "vae", "text_encoder", "vision_language_encoder")
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model", "tekken.json")
 WEIGHTS, PICKLES = ".safetensors", (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -50,6 +51,8 @@ def check_model_folder(model: DiffusionModelConfig, weights: bool = True) -> Non
             if name in ALWAYS:
                 raise ValueError(f'{file} names no class for "{name}": {LAYOUT}')
             continue
+        if library not in libraries and class_name in _names_in(transformers):
+            library = "transformers"  # diffusers has written a module of its own that is called as one of those
         if library not in libraries:
             continue  # one that the adapter names
         known = _names_in(libraries[library])
@@ -63,7 +66,7 @@ def check_model_folder(model: DiffusionModelConfig, weights: bool = True) -> Non
                 f'{file} has "{name}" of the class {class_name}: a {model.architecture} has a {" or ".join(kinds)}'
             )
         folder = _check_component(root, model, name, library, class_name)
-        if weights and name.startswith(("transformer", "vae", "text_encoder")):
+        if weights and name.startswith(MODELS):
             _check_weights(folder)
 
 
@@ -105,7 +108,7 @@ def _check_component(root: Path, model: DiffusionModelConfig, name: str, library
     spells = name.startswith("tokenizer") and class_name != "ByT5Tokenizer"  # to which every byte is a token
     if spells and not any((folder / vocabulary).is_file() for vocabulary in VOCABULARIES):
         raise FileNotFoundError(f"{folder} holds no vocabulary ({', '.join(VOCABULARIES)})")
-    if not name.startswith(("transformer", "vae", "text_encoder")):
+    if not name.startswith(MODELS):
         return folder
     config = folder / "config.json"
     if trained and model.config_path is not None:

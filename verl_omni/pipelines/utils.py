@@ -124,7 +124,7 @@ def random_pipeline(model_config: Any, dtype: torch.dtype, given: dict[str, Any]
         folder = os.path.join(path, name)
         if not issubclass(cls, torch.nn.Module):
             parts[name] = cls.from_pretrained(folder)
-        elif library == "transformers":
+        elif issubclass(cls, transformers.PreTrainedModel):
             config = cls.config_class.from_pretrained(folder)
             parts[name] = random_model(lambda cls=cls, config=config: cls(config), dtype)
         else:
@@ -180,6 +180,26 @@ def forward_in_groups(
     idle = sum(0.0 * forward([0]).sum() for _ in range(spare))
     order = torch.tensor(sum(groups.values(), [])).argsort()
     return torch.cat(outputs)[order.to(outputs[0].device)] + idle
+
+
+def forward_by_length(
+    module: torch.nn.Module,
+    inputs: dict[str, Any],
+    mask: str,
+    forward: Callable[[torch.nn.Module, dict[str, Any]], torch.Tensor],
+) -> torch.Tensor:
+    """One call for all rows whose text is of one length, by the mask of that name, which the transformer does not take.
+
+    For one whose attention to the text has none.
+    """
+    lengths = inputs[mask].sum(dim=1).tolist()
+
+    def rows_of_one_length(rows: list[int]) -> torch.Tensor:
+        chosen = {name: value[rows] for name, value in inputs.items() if name != mask}
+        chosen["encoder_hidden_states"] = chosen["encoder_hidden_states"][:, : lengths[rows[0]]]
+        return forward(module, chosen)
+
+    return forward_in_groups(module, lengths, rows_of_one_length)
 
 
 def check_length(prompt: str, tokens: int, max_sequence_length: int) -> None:

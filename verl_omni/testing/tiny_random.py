@@ -19,10 +19,13 @@ import torch
 
 from verl_omni.pipelines.vision_processor import image_text_processor
 from verl_omni.testing.tiny_text import (
+    GLM_IMAGE_TEMPLATE,
     clip_text_encoder,
     clip_tokenizer,
     gemma_text_encoder,
     gemma_tokenizer,
+    glm_image_language_model,
+    glm_image_tokenizer,
     mistral_text_encoder,
     mistral_tokenizer,
     qwen3_text_encoder,
@@ -265,6 +268,121 @@ def chroma() -> "DiffusionPipeline":
         text_encoder=t5_encoder(t5),
         tokenizer=t5,
         transformer=transformer,
+    )
+
+
+@register_builder("CogView4Pipeline")
+def cogview4() -> "DiffusionPipeline":
+    from diffusers import CogView4Pipeline, CogView4Transformer2DModel, FlowMatchEulerDiscreteScheduler
+    from transformers import GlmConfig, GlmModel
+
+    tokenizer = qwen3_tokenizer()
+    transformer = CogView4Transformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        text_embed_dim=32,
+        time_embed_dim=32,
+        condition_dim=16,
+        rope_axes_dim=(16, 16),
+    )
+    strengthen(transformer, 1.5)
+    config = GlmConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        initializer_range=0.2,
+    )
+    return CogView4Pipeline(
+        tokenizer=tokenizer,
+        text_encoder=GlmModel(config).eval(),
+        vae=image_vae(scaling_factor=0.4),
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True, base_shift=0.25, max_shift=0.75, time_shift_type="linear"
+        ),
+    )
+
+
+@register_builder("GlmImagePipeline")
+def glm_image() -> "DiffusionPipeline":
+    """32 kinds of image tokens, always the likeliest. Before those of the image come some 256 of a preview."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, GlmImagePipeline, GlmImageTransformer2DModel
+    from transformers import ByT5Tokenizer, GlmImageProcessor
+    from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil
+
+    codes, tokenizer, byt5 = 32, glm_image_tokenizer(32), ByT5Tokenizer()
+    transformer = GlmImageTransformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        text_embed_dim=32,
+        time_embed_dim=32,
+        condition_dim=16,
+        prior_vq_quantizer_codebook_size=codes,
+    )
+    strengthen(transformer, 1.5)
+    statistics = {"latents_mean": [-0.3, 0.2, 0.1, -0.1], "latents_std": [1.2, 0.8, 1.5, 0.7]}
+    return GlmImagePipeline(
+        tokenizer=byt5,
+        processor=GlmImageProcessor(GlmImageImageProcessorPil(), tokenizer, chat_template=GLM_IMAGE_TEMPLATE),
+        text_encoder=t5_encoder(byt5),
+        vision_language_encoder=glm_image_language_model(tokenizer, codes),
+        vae=image_vae(**statistics),
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True, base_shift=0.25, max_shift=0.75, time_shift_type="linear"
+        ),
+    )
+
+
+@register_builder("AceStepPipeline")
+def ace_step() -> "DiffusionPipeline":
+    """A turbo model. A latent is 8 samples of a wave at 80 Hz: 2 s are 20 of them, and the 30 s of timbre are 300."""
+    from diffusers import (
+        AceStepConditionEncoder,
+        AceStepPipeline,
+        AceStepTransformer1DModel,
+        AutoencoderOobleck,
+        FlowMatchEulerDiscreteScheduler,
+    )
+    from transformers import Qwen3Model
+
+    # Around a prompt there is much text, which is to leave room for it.
+    around = AceStepPipeline._format_prompt(AceStepPipeline, "", "", audio_duration=1234)
+    tokenizer = qwen_tokenizer([*around, "a song of old red walls, seen from afar in the long evening light"])
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shape |= {"head_dim": 16, "sliding_window": 8}
+    transformer = AceStepTransformer1DModel(
+        **shape, num_hidden_layers=2, in_channels=24, audio_acoustic_hidden_dim=8, is_turbo=True
+    )
+    encoder = AceStepConditionEncoder(
+        **shape, text_hidden_dim=32, timbre_hidden_dim=8, num_lyric_encoder_hidden_layers=1,
+        num_timbre_encoder_hidden_layers=1,
+    )  # fmt: skip
+    torch.nn.init.normal_(encoder.silence_latent, std=0.3)
+    strengthen(transformer, 1.5)
+    vae = AutoencoderOobleck(
+        encoder_hidden_size=8, downsampling_ratios=[2, 4], channel_multiples=[1, 2], decoder_channels=8,
+        decoder_input_channels=8, sampling_rate=80,
+    )  # fmt: skip
+    return AceStepPipeline(
+        vae=vae,
+        text_encoder=qwen3_text_encoder(tokenizer, Qwen3Model),
+        tokenizer=tokenizer,
+        transformer=transformer,
+        condition_encoder=encoder,
+        scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1, shift=1.0),
     )
 
 

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
         CLIPTokenizer,
         Gemma3ForConditionalGeneration,
         GemmaTokenizer,
+        GlmImageForConditionalGeneration,
         Mistral3ForConditionalGeneration,
         PreTrainedModel,
         PreTrainedTokenizerBase,
@@ -43,6 +44,12 @@ QWEN3_TEMPLATE = (
 MISTRAL_TEMPLATE = (
     "{% for message in messages %}[INST]{{ message['role'] }} {% for part in message['content'] %}"
     "{{ part['text'] }}{% endfor %}{% endfor %}"
+)
+
+# For messages whose contents are lists of texts and images.
+GLM_IMAGE_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|image|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"
 )
 
 
@@ -275,6 +282,60 @@ def gemma_text_encoder(
     )
     config = Gemma3Config(text_config=text_config, vision_config=vision_config, mm_tokens_per_image=4)
     return Gemma3ForConditionalGeneration(config).eval()
+
+
+def glm_image_tokenizer(codes: int) -> "PreTrainedTokenizerBase":
+    """Its first tokens are those of images, then begin and end of one, then one a byte."""
+    from tokenizers import Tokenizer, decoders
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"image_token": "<|image|>", "grid_bos_token": "<sop>", "grid_eos_token": "<eop>"}
+    images = [f"<|dit_token_{i}|>" for i in range(codes + 2)]
+    words = [*images, *sorted(ByteLevel.alphabet()), "<|pad|>", *special.values()]
+    spelled = Tokenizer(BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    spelled.pre_tokenizer, spelled.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=spelled,
+        bos_token=images[codes],
+        eos_token=images[codes + 1],
+        pad_token="<|pad|>",
+        padding_side="left",
+        extra_special_tokens=special,
+    )
+
+
+def glm_image_language_model(tokenizer: "PreTrainedTokenizerBase", codes: int) -> "GlmImageForConditionalGeneration":
+    """One layer. It writes tokens of images alone, always the likeliest one."""
+    from transformers import GenerationConfig, GlmImageConfig, GlmImageForConditionalGeneration
+
+    config = GlmImageConfig(
+        text_config=dict(
+            vocab_size=len(tokenizer),
+            vision_vocab_size=codes,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=2048,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            initializer_range=0.2,
+        ),
+        vision_config=dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, image_size=64),
+        vq_config=dict(embed_dim=8, num_embeddings=codes, latent_channels=16),
+        image_token_id=tokenizer.convert_tokens_to_ids("<|image|>"),
+        image_start_token_id=tokenizer.bos_token_id,
+        image_end_token_id=tokenizer.eos_token_id,
+    )
+    model = GlmImageForConditionalGeneration(config).eval()
+    model.generation_config = GenerationConfig(
+        do_sample=True, top_k=1, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    return model
 
 
 def language_model(tokenizer: "PreTrainedTokenizerBase", hidden_size: int = 32, layers: int = 2) -> "PreTrainedModel":

@@ -29,7 +29,14 @@ class NoiseLevels(Replay):
         return row.reshape(-1), level.reshape(-1)
 
     def timesteps(self, data: Batch) -> torch.Tensor:
-        return data["sigma"] * self.scheduler.config.num_train_timesteps
+        sigma, kinds = data["sigma"], self.kinds(data)
+        if len(set(kinds)) == 1:
+            return self._timesteps(sigma, kinds[0])
+        return torch.stack([self._timesteps(row, kind) for row, kind in zip(sigma, kinds, strict=True)])
+
+    def _timesteps(self, sigma: torch.Tensor, kind: tuple) -> torch.Tensor:
+        config, scheduler = self.drawn_as(kind)
+        return self.adapter.timestep_at(sigma, scheduler, config)
 
     def model_outputs(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """velocity (N, ...) of N (sample, noise level) rows."""

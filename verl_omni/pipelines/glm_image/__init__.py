@@ -1,0 +1,5 @@
+"""GLM-Image."""
+
+from verl_omni.pipelines.glm_image.adapter import GlmImage
+
+__all__ = ["GlmImage"]
