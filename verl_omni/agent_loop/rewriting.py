@@ -13,6 +13,7 @@ from verl_omni.agent_loop.outputs import DiffusionAgentLoopOutput
 from verl_omni.agent_loop.routing import Block
 from verl_omni.config import RewriterConfig
 from verl_omni.data.open_images import open_images
+from verl_omni.pipelines.glm_image.writer import IMAGE_TOKENS, writer_of
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.workers.rollout.base import RolloutOutput
 
@@ -31,27 +32,39 @@ class RewritingAgentLoopWorker(DiffusionAgentLoopWorker):
         super().__init__(config, *args, **kwargs)
         self.rewriter: RewriterConfig = OmegaConf.to_object(config.actor_rollout_ref.rewriter)
         self.adapter = DiffusionModelBase.get_class(self.model_config)
+        self.writes_images = writer_of(self.rewriter.path) == IMAGE_TOKENS
 
     async def _run_agent_loop(
         self, sampling_params: dict[str, Any], row: dict[str, Any], block: Block
     ) -> DiffusionAgentLoopOutput:
         answer = await self._write(sampling_params, row, block)
+        if self.writes_images:
+            written = [int(token) for token in answer.response.split()]
+            output = await super()._run_agent_loop(sampling_params | {"written": written}, row, block)
+            self._check_reference(answer, output)
+            return output
         text, matches = read_text(answer.response, self.rewriter.format)
         images, limit = open_images(row.get("images")), sampling_params["max_sequence_length"]
         prompt = longest_that_fits(text, lambda part: self.adapter.tokenize(self.tokenizers, part, limit, images))
         output = await super()._run_agent_loop(sampling_params, row | {"prompt": prompt}, block)
+        self._check_reference(answer, output)
+        output.told = {"written": answer.response} | ({"cut_to": prompt} if prompt != text else {})
+        output.format = matches
+        return output
+
+    @staticmethod
+    def _check_reference(answer: RolloutOutput, output: DiffusionAgentLoopOutput) -> None:
         if answer.reference is not None and output.reference != answer.reference:
             raise ValueError(
                 "an agent loop names another request than its first one to be trained on, which a rewriter has no way "
                 "for: its text belongs to the first"
             )
-        output.told = {"written": answer.response} | ({"cut_to": prompt} if prompt != text else {})
-        output.format = matches
-        return output
 
     async def _write(self, sampling_params: dict[str, Any], row: dict[str, Any], block: Block) -> RolloutOutput:
         trained = sampling_params.get("keep_trajectory", False)
         asked = {name: row.get(name) for name in ("seed", "position", "place")}
+        if self.writes_images:
+            asked["size"] = tuple(row.get(name) or sampling_params[name] for name in ("height", "width"))
         asked["temperature"] = self.rewriter.temperature if trained else self.rewriter.val_temperature
         return await self.servers[block.server].write.remote(prompt=row["prompt"], sampling_params=asked)
 

@@ -63,11 +63,17 @@ class CausalLM(DiffusionModelBase):
         return []
 
     @classmethod
+    def model_class(cls) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM
+
+    @classmethod
     def load_module(cls, model_config: DiffusionModelConfig, dtype: torch.dtype) -> torch.nn.Module:
-        from transformers import AutoModelForCausalLM, GenerationConfig
+        from transformers import GenerationConfig
 
         refuse_code(model_config.path)
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        model, loading = cls.model_class().from_pretrained(
             os.path.expanduser(model_config.path), dtype=dtype, use_safetensors=True, output_loading_info=True
         )
         missing = sorted(set(loading["missing_keys"]))
@@ -91,6 +97,10 @@ class CausalLM(DiffusionModelBase):
         if (own / "generation_config.json").is_file():
             # As it is: transformers reads settings that contradict each other, and refuses to write them.
             shutil.copyfile(own / "generation_config.json", place / "generation_config.json")
+        cls.write_tokenizer(model_config, place)
+
+    @classmethod
+    def write_tokenizer(cls, model_config: DiffusionModelConfig, place: Path) -> None:
         load_tokenizer(model_config.path).save_pretrained(place)
 
 

@@ -55,6 +55,7 @@ DECLARED = {
         Column("text_ids", "rewriter", "replay", per="token", large=True, seen=False),
         Column("text_log_probs", "rewriter", "loss", per="token", large=True, seen=False),
         Column("text_old_log_probs", "worker", "loss", per="token", large=True, seen=False),
+        Column("text_positions", "rewriter", "replay", per="token", large=True, seen=False),
         Column("text_nucleus", "rewriter", "replay", per="token", large=True, seen=False),
         # under other policies
         Column("old_log_probs", "trainer or worker", "loss", per="step"),

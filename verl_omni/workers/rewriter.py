@@ -17,6 +17,8 @@ from verl_omni.config import (
     RewriterConfig,
 )
 from verl_omni.pipelines.causal_lm import CAUSAL_LM, load_tokenizer
+from verl_omni.pipelines.glm_image.writer import writer_of
+from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.utils.errors import RunError
 from verl_omni.workers.columns import Ragged
 from verl_omni.workers.engine.registry import engine_class
@@ -24,6 +26,7 @@ from verl_omni.workers.engine.replay import Batch
 from verl_omni.workers.engine.tokens import Tokens, text_columns
 from verl_omni.workers.first_ratio import ROUNDING
 from verl_omni.workers.old_log_probs import choose_old_log_probs
+from verl_omni.workers.rollout.image_token_rollout import ImageTokenRollout
 from verl_omni.workers.rollout.text_rollout import TextRollout
 
 FOLDER = "rewriter"  # in a checkpoint
@@ -31,12 +34,20 @@ ROLLOUT_RATIO, ROLLOUT_RATIO_MEAN = "rollout_ratio_max_dev", "rollout_ratio_mean
 
 
 class Rewriter:
-    def __init__(self, config: RewriterConfig, actor: DiffusionActorConfig, rollout: DiffusionRolloutConfig):
+    def __init__(
+        self,
+        config: RewriterConfig,
+        actor: DiffusionActorConfig,
+        rollout: DiffusionRolloutConfig,
+        generator: DiffusionModelConfig | None = None,
+    ):
         self.config, self.actor = config, actor
+        architecture = writer_of(config.path)
+        self.writes_images = architecture != CAUSAL_LM
         engine = engine_class("fsdp2")
         plain = {"use_torch_compile": False, "compile_ahead": False, "fold_lora": None, "attention_backend": None}
         self.engine = engine(
-            model_config=DiffusionModelConfig(path=config.path, architecture=CAUSAL_LM),
+            model_config=DiffusionModelConfig(path=config.path, architecture=architecture),
             engine_config=dataclasses.replace(actor.fsdp_config, ulysses_sequence_parallel_size=1),
             optimizer_config=dataclasses.replace(actor.optim, lr=config.lr),
             checkpoint_config=actor.checkpoint,
@@ -45,8 +56,12 @@ class Rewriter:
         )
         self.engine.initialize()
         self.engine.micro_batch_size = config.micro_batch_size_per_gpu
-        tokenizer = load_tokenizer(self.engine.model_config.path)
-        self.rollout = TextRollout(
+        if self.writes_images:
+            written_by = ImageTokenRollout
+            tokenizer = DiffusionModelBase.get_class(generator).load_tokenizers(generator)["processor"]
+        else:
+            written_by, tokenizer = TextRollout, load_tokenizer(self.engine.model_config.path)
+        self.rollout = written_by(
             config, self.engine.module, tokenizer, self.engine.device, self.engine.autocast, rollout.max_num_seqs
         )
         self.loss = TokenLoss(config.loss, config.clip_ratio, actor.diffusion_loss.adv_clip_max)

@@ -33,8 +33,10 @@ class RewritingWorker(DiffusionWorker):
         super().init_model()
         config = OmegaConf.to_object(self.config.actor_rollout_ref.rewriter)
         self.trains_generator = config.train != "rewriter"
-        self.rewriter = Rewriter(config, self.actor_config, self.rollout_config)
+        self.rewriter = Rewriter(config, self.actor_config, self.rollout_config, self.model_config)
         self._first_ratio: dict[str, float] = {}
+        if self.rewriter.writes_images:  # with the weights that are trained, not with the pipeline's own
+            self.rollout.forget_component("vision_language_encoder")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start_rollout(self, policy: str = "current", version: int = 0, precision: str | None = None) -> None:
@@ -43,7 +45,7 @@ class RewritingWorker(DiffusionWorker):
 
     async def write(self, prompt: str, sampling_params: dict[str, Any]) -> RolloutOutput:
         """A prompt in, another one out. What training needs of it stays here, with the sample that it is drawn for."""
-        params = {name: sampling_params.get(name) for name in ("seed", "temperature", "position")}
+        params = {name: sampling_params.get(name) for name in ("seed", "temperature", "position", "size")}
         output = await self.rewriter.rollout.write(prompt, **params)
         place = sampling_params.get("place")
         return output.cpu() if place is None else self.trajectories.keep(place["key"], output)

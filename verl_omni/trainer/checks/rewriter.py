@@ -6,18 +6,24 @@ from pathlib import Path
 from verl_omni.config import RewriterConfig
 from verl_omni.config.knob import typed
 from verl_omni.config.schema import DiffusionTrainerConfig
+from verl_omni.pipelines.glm_image.writer import IMAGE_TOKENS, writer_of
 from verl_omni.utils.hub import model_folder
 from verl_omni.utils.json_files import read_object
 from verl_omni.utils.model_code import refuse_code
 
 WHERE = "actor_rollout_ref.rewriter"
+GLM_IMAGE = "GlmImagePipeline"
 
 
 def check_rewriter(settings: DiffusionTrainerConfig) -> None:
     rewriter = settings.actor_rollout_ref.rewriter
     if rewriter.path is None:
         return
-    _check_folder(rewriter.path)
+    folder = _check_folder(rewriter.path)
+    if writer_of(str(folder)) == IMAGE_TOKENS:
+        _check_image_tokens(settings)
+    else:
+        _check_language_model(folder, rewriter.path)
     if "{prompt}" not in rewriter.template:
         raise ValueError(f'{WHERE}.template="{rewriter.template}": expected a text with {{prompt}} in it')
     if rewriter.format is not None:
@@ -31,9 +37,7 @@ def check_rewriter(settings: DiffusionTrainerConfig) -> None:
     _check_what_learns(settings)
 
 
-def _check_folder(path: str) -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
+def _check_folder(path: str) -> Path:
     setting = f"{WHERE}.path"
     folder = Path(model_folder(path, weights=False, setting=setting)).expanduser()
     if not (folder / "config.json").is_file():
@@ -42,7 +46,30 @@ def _check_folder(path: str) -> None:
             "`model.save_pretrained(folder)` and `tokenizer.save_pretrained(folder)` write it"
         )
     refuse_code(folder)
-    kind = read_object(folder / "config.json").get("model_type")
+    return folder
+
+
+def _check_image_tokens(settings: DiffusionTrainerConfig) -> None:
+    """It writes no text: settings of texts say nothing."""
+    rewriter, architecture = settings.actor_rollout_ref.rewriter, settings.actor_rollout_ref.model.architecture
+    if architecture != GLM_IMAGE:
+        raise ValueError(
+            f'{WHERE}.path="{rewriter.path}" writes tokens of images, which {GLM_IMAGE} draws, and the model is a '
+            f"{architecture}: give a language model"
+        )
+    for name in ("max_new_tokens", "system", "template", "format"):
+        value = getattr(rewriter, name)
+        if value != getattr(RewriterConfig, name):
+            raise ValueError(
+                f"{WHERE}.{name}={value} has no effect on {rewriter.path}, which writes tokens of images, as many as "
+                "their size asks for: leave it out"
+            )
+
+
+def _check_language_model(folder: Path, path: str) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    setting, kind = f"{WHERE}.path", read_object(folder / "config.json").get("model_type")
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(
             f'{setting}="{path}" is a {kind!s:.60}, which transformers has no AutoModelForCausalLM of: give a language '

@@ -41,6 +41,12 @@ class Tokens(Replay):
                 batch[name] = padded([data[name][row] for row in rows], right).to(ids.device)
         if "text_nucleus" in data:
             batch["text_nucleus"] = padded([data["text_nucleus"][row] for row in rows], right, 255).to(ids.device)
+        if "text_positions" in data:
+            batch["text_positions"] = torch.zeros(3, *ids.shape, dtype=torch.long, device=ids.device)
+            for i, row in enumerate(rows):
+                start = left - len(prompts[i])
+                own = data["text_positions"][row]
+                batch["text_positions"][:, i, start : start + len(own)] = own.T
         if "advantages" in data:  # one for all that a sample is made of
             batch["advantages"] = data["advantages"][part.rows.to(data["advantages"].device), 0]
         return batch
@@ -52,7 +58,7 @@ class Tokens(Replay):
         logits = module(
             input_ids=micro_batch["input_ids"],
             attention_mask=real.long(),
-            position_ids=(real.long().cumsum(1) - 1).clamp_min(0),
+            position_ids=micro_batch.get("text_positions", (real.long().cumsum(1) - 1).clamp_min(0)),
             logits_to_keep=length + 1,
             use_cache=False,
         ).logits[:, :-1]

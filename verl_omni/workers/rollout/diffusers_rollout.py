@@ -139,6 +139,11 @@ class DiffusersRollout(Drawer, BatchedRollout):
             latents = torch.cat([latents, latents[-1:].expand(self.decode_batch_size - rows, *latents.shape[1:])])
         return super()._decode(latents, model_config)[:rows]
 
+    def forget_component(self, name: str) -> None:
+        """Of the pipeline: another does what it is for, and its memory is free."""
+        self.encoders.forget(getattr(self.pipe, name))
+        self.pipe.register_modules(**{name: None})
+
     def forget_rollout(self) -> None:
         """The times, and on the device the prompts."""
         self.seconds = {}

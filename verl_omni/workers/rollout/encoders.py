@@ -19,6 +19,10 @@ class Encoders:
         self.host = HostMemory()
         self.present, self._used = True, True
 
+    def forget(self, module: torch.nn.Module) -> None:
+        """One that nobody will ask."""
+        self.modules = [one for one in self.modules if one is not module]
+
     def enter(self) -> None:
         """Before something is encoded."""
         self._used = True

@@ -21,6 +21,8 @@ class TextRequest:
     seed: int
     #: 0: always the likeliest token
     temperature: float
+    #: height and width of what will be drawn
+    size: tuple[int, int] | None = None
 
 
 class TextRollout:
@@ -42,16 +44,42 @@ class TextRollout:
         ends = tokenizer.eos_token_id if ends is None else ends
         self.ends = [ends] if isinstance(ends, int) else list(ends or ())
 
-    async def write(self, prompt: str, seed: int, temperature: float, position: tuple | None) -> RolloutOutput:
+    async def write(
+        self,
+        prompt: str,
+        seed: int,
+        temperature: float,
+        position: tuple | None,
+        size: tuple[int, int] | None = None,
+    ) -> RolloutOutput:
         """One text for one prompt, and what training needs of it."""
-        request = TextRequest(prompt, derive_seed(seed, "text"), temperature)
-        return await self.batcher.submit(request, key=temperature, position=position)
+        request = TextRequest(prompt, derive_seed(seed, "text"), temperature, size)
+        return await self.batcher.submit(request, key=(temperature, size), position=position)
+
+    # ---- what is written, for a relative to override ---------------------------------------------------
+
+    def ids_of(self, request: TextRequest) -> list[int]:
+        return tokenize(self.tokenizer, request.prompt, self.config.template, self.config.system)
+
+    def most_tokens(self, request: TextRequest) -> int:
+        return self.config.max_new_tokens
+
+    def told(self, requests: list[TextRequest]) -> dict[str, torch.Tensor]:
+        """What the model is told beside the tokens."""
+        return {}
+
+    def response(self, tokens: torch.Tensor, request: TextRequest) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+
+    def beside(self, prompt: list[int], request: TextRequest) -> dict[str, torch.Tensor]:
+        """What training needs of a text beside its tokens."""
+        return {}
 
     @torch.no_grad()
     def write_batch(self, requests: list[TextRequest]) -> list[RolloutOutput]:
         from transformers import GenerationConfig, LogitsProcessorList
 
-        prompts = [tokenize(self.tokenizer, r.prompt, self.config.template, self.config.system) for r in requests]
+        prompts = [self.ids_of(request) for request in requests]
         longest = max(map(len, prompts))
         ids = torch.zeros(len(prompts), longest, dtype=torch.long, device=self.device)
         real = torch.zeros_like(ids)
@@ -63,9 +91,10 @@ class TextRollout:
             whole = self.module.generate(
                 input_ids=ids,
                 attention_mask=real,
+                **self.told(requests),
                 logits_processor=LogitsProcessorList([choice]),
                 generation_config=GenerationConfig(
-                    max_new_tokens=self.config.max_new_tokens,
+                    max_new_tokens=self.most_tokens(requests[0]),
                     do_sample=False,  # `choice` has drawn already
                     eos_token_id=self.ends or None,
                     pad_token_id=self.ends[0] if self.ends else 0,
@@ -74,18 +103,18 @@ class TextRollout:
         written = whole[:, longest:]
         log_probs, nuclei = torch.stack(choice.log_probs, 1), choice.nuclei and torch.stack(choice.nuclei, 1)
         outputs = []
-        for i, prompt in enumerate(prompts):
+        for i, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
             length = self._length(written[i].tolist())
             own = written[i, :length]
             trajectory = {
                 "text_prompt_ids": torch.tensor(prompt, device=self.device),
                 "text_ids": own.clone(),
                 "text_log_probs": log_probs[i, :length].clone(),
+                **self.beside(prompt, request),
             }
             if choice.nuclei:
                 trajectory["text_nucleus"] = nuclei[i, :length].clone()
-            text = self.tokenizer.decode(own, skip_special_tokens=True).strip()
-            outputs.append(RolloutOutput(text, trajectory, version=self.version))
+            outputs.append(RolloutOutput(self.response(own, request), trajectory, version=self.version))
         return outputs
 
     def _length(self, tokens: list[int]) -> int:

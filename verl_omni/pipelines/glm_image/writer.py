@@ -1,0 +1,62 @@
+"""GLM-Image's autoregressive model, alone: how it is loaded and saved where it is trained."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from verl_omni.config import DiffusionModelConfig
+from verl_omni.pipelines.causal_lm import CAUSAL_LM, CausalLM
+from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.utils.json_files import read_object
+
+IMAGE_TOKENS = "GlmImageForConditionalGeneration"
+
+
+def writer_of(path: str) -> str:
+    """The architecture of a folder that `actor_rollout_ref.rewriter.path` names."""
+    config = read_object(Path(path).expanduser() / "config.json")
+    return IMAGE_TOKENS if config.get("model_type") == "glm_image" else CAUSAL_LM
+
+
+@DiffusionModelBase.register(IMAGE_TOKENS)
+class ImageTokenWriter(CausalLM):
+    @classmethod
+    def model_class(cls) -> Any:
+        from transformers import GlmImageForConditionalGeneration
+
+        return GlmImageForConditionalGeneration
+
+    @classmethod
+    def load_module(cls, model_config: DiffusionModelConfig, dtype: torch.dtype) -> torch.nn.Module:
+        """It writes tokens of images and no others. What looks at images stays as it is: prompts have none."""
+        model = super().load_module(model_config, dtype).requires_grad_(False)
+        codes = model.config.vq_config.num_embeddings
+
+        def without_others(head: torch.nn.Module, args: tuple, logits: torch.Tensor) -> torch.Tensor:
+            others = torch.arange(logits.shape[-1], device=logits.device) >= codes
+            return logits.masked_fill(others, -torch.inf)
+
+        model.lm_head.register_forward_hook(without_others)
+        for part in (model.model.language_model, model.lm_head):
+            part.requires_grad_(True)
+        return model
+
+    @classmethod
+    def write_part(
+        cls, model_config: DiffusionModelConfig, part: torch.nn.Module, state: dict[str, torch.Tensor], folder: str
+    ) -> None:
+        """With what is not trained, as it lies in the model's folder."""
+        whole = dict(state)
+        for path in sorted(Path(model_config.path).expanduser().glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                whole |= {name: file.get_tensor(name) for name in file.keys() if name not in state}  # noqa: SIM118
+        missing = sorted(dict(part.named_parameters()).keys() - whole.keys())
+        if missing:
+            raise ValueError(f"{model_config.path} has no {missing[0]}, of {len(missing)} tensors that are not trained")
+        super().write_part(model_config, part, whole, folder)
+
+    @classmethod
+    def write_tokenizer(cls, model_config: DiffusionModelConfig, place: Path) -> None:
+        """It has none: GLM-Image's folder has a processor beside it."""
