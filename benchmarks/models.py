@@ -192,6 +192,12 @@ def wan_2_2(out: Path) -> Path:
     return folder
 
 
+def defaults_of(cls: type) -> dict[str, Any]:
+    """Of diffusers' class: the published model's."""
+    parameters = inspect.signature(cls.__init__).parameters
+    return {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+
+
 def ltx2(out: Path) -> Path:
     """Real transformer (19B), VAEs, connectors and vocoder; the text encoder has its real width and two layers."""
     import diffusers
@@ -204,18 +210,26 @@ def ltx2(out: Path) -> Path:
         ("connectors", LTX2TextConnectors),
         ("vocoder", LTX2Vocoder),
     ):
-        defaults = {
-            name: parameter.default
-            for name, parameter in inspect.signature(cls.__init__).parameters.items()
-            if parameter.default is not parameter.empty
-        }
-        _update(folder / name / "config.json", defaults)
+        _update(folder / name / "config.json", defaults_of(cls))
     _update(folder / "connectors/config.json", {"text_proj_in_factor": 3})
     _update(folder / "vae/config.json", LTX2_VAE)
     path = folder / "text_encoder/config.json"
     config = json.loads(path.read_text())
     config["text_config"].update({"hidden_size": 3840, "num_attention_heads": 16, "head_dim": 256})
     path.write_text(json.dumps(config))
+    return folder
+
+
+def glm_image(out: Path) -> Path:
+    """A decoder as large as the real one (7B) and its VAE; what writes tokens before it has one layer."""
+    import diffusers
+
+    folder = build_tiny_random("GlmImagePipeline", out)
+    wide = {"attention_head_dim": 128, "num_attention_heads": 32}
+    _update(folder / "transformer/config.json", defaults_of(diffusers.GlmImageTransformer2DModel) | wide)
+    statistics = {"latents_mean": [0.0] * 16, "latents_std": [1.0] * 16}
+    _update(folder / "vae/config.json", FLUX_VAE | statistics)
+    _update(folder / "text_encoder/config.json", {"d_model": 1472})
     return folder
 
 

@@ -122,6 +122,7 @@ WORKS = {
         ["actor_rollout_ref.rollout.pipeline.guidance_scale=5", "actor_rollout_ref.rollout.pipeline.num_frames=49",
          f"reward.custom_reward_function.path={Path(__file__).with_name('brightness.py')}"],
     ),
+    "glm-image": few("glm_image", ["actor_rollout_ref.rollout.pipeline.guidance_scale=1.5"]),
     "ltx2": few(
         "ltx2",
         [*LTX2, "actor_rollout_ref.rollout.pipeline.num_frames=49",
