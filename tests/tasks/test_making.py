@@ -3,10 +3,12 @@
 import json
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from benchmarks.learning import learn, settings
 from verl_omni.tasks import find_task
-from verl_omni.tasks.generator import SMALL, make_generator
+from verl_omni.tasks.generator import SMALL, cut, follow, make_generator
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +26,35 @@ def test_a_generator_says_how_it_was_made(folder):
     assert made["task"] == "scenes" and made["step"] == SMALL.steps and 0 <= made["score"] < 0.6
     with pytest.raises(FileExistsError, match="choose another folder"):
         make_generator(find_task("scenes"), folder / "model", SMALL, 60, 0.6)
+
+
+def test_another_goes_on_where_it_ended(folder, tmp_path):
+    task = find_task("scenes")
+    made = make_generator(task, tmp_path / "more", SMALL, seconds=60, target=0.6, begun=folder / "model")
+    places = (folder / "model", made)
+    before, after = ({part: weights(place, part) for part in ("vae", "transformer")} for place in places)
+    assert all(torch.equal(after["vae"][name], tensor) for name, tensor in before["vae"].items())
+    assert not all(torch.equal(after["transformer"][name], tensor) for name, tensor in before["transformer"].items())
+    with pytest.raises(NotADirectoryError, match="holds no model"):
+        make_generator(task, tmp_path / "none", SMALL, 60, 0.6, begun=tmp_path)
+
+
+def weights(model, part):
+    return load_file(model / part / "diffusion_pytorch_model.safetensors")
+
+
+def test_a_generator_draws_with_the_average_of_its_weights():
+    average, module = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    wanted = 0.9 * average.weight + 0.1 * module.weight
+    follow(average, module, 0.9)
+    torch.testing.assert_close(average.weight, wanted)
+
+
+def test_parts_of_pictures():
+    pictures = torch.arange(64.0 * 64).reshape(1, 1, 1, 64, 64)
+    part = cut(pictures, 32)
+    assert part.shape[-2:] == (32, 32) and (part.diff(dim=-1) == 1).all() and (part.diff(dim=-2) == 64).all()
+    assert cut(pictures, 100).shape == pictures.shape
 
 
 def test_a_run_leaves_its_curve(folder, tmp_path):

@@ -1,6 +1,7 @@
 """Make all that a task needs: prompts, and a generator that is trained from scratch.
 
     python -m verl_omni.tasks make scenes FOLDER [--seconds 150] [--target 0.6]     # minutes on one GPU
+    python -m verl_omni.tasks make scenes ANOTHER --begun FOLDER/model              # goes on where it ended too early
     python -m verl_omni.tasks make scenes FOLDER --small                            # on a CPU: it learns nothing
 
 The last line is the command that trains it.
@@ -24,6 +25,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150, help="training ends after so long (%(default)s)")
     parser.add_argument("--target", type=float, default=0.6, help="or when so much is drawn right (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of data and weights (%(default)s)")
+    parser.add_argument("--begun", type=Path, help="a model made before, to train on; its VAE stays as it is")
     parser.add_argument("--small", action="store_true", help="a generator that a CPU trains in seconds")
     options = parser.parse_args()
 
@@ -32,8 +34,9 @@ def main() -> None:
 
     task, size = find_task(options.task), SMALL if options.small else Size()
     try:
-        make_generator(task, options.folder / "model", size, options.seconds, options.target, options.seed)
-    except FileExistsError as error:
+        given = (size, options.seconds, options.target, options.seed, options.begun)
+        make_generator(task, options.folder / "model", *given)
+    except (FileExistsError, NotADirectoryError) as error:
         sys.exit(f"error: {error}")
     for split in ("train", "val"):
         lines = [json.dumps(row) + "\n" for row in task.rows(split)]

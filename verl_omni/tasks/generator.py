@@ -4,6 +4,7 @@ All parts are diffusers' and transformers' own classes; the text encoder keeps i
 tell words apart. Training ends early on purpose: what the generator cannot draw yet is left for reinforcement learning.
 """
 
+import copy
 import dataclasses
 import json
 import os
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from verl_omni.pipelines.single_frame_vae import speed_up_single_frames
-from verl_omni.quickstart.checkpoint import encode, take_step
+from verl_omni.quickstart.checkpoint import encode, load_pipeline, take_step
 from verl_omni.testing.tiny_random import QWEN_IMAGE_PREFIX
 from verl_omni.testing.tiny_text import qwen_text_encoder, qwen_tokenizer
 
@@ -41,33 +42,48 @@ class Size:
     pictures: int = 40_000
     vae_steps: int = 900
     vae_batch: int = 256
+    vae_crop: int = 32
     vae_lr: float = 1e-3
-    vae_rounds: int = 2
+    vae_rounds: int = 3
     batch: int = 1024
     lr: float = 1e-3
     warmup: int = 100
+    average: float = 0.999
     steps: int = 30_000
     score_every: int = 200
     score_pictures: int = 192
 
 
 # To try the script on a CPU: it learns next to nothing.
-SMALL = Size(1, 2, 32, 4, 64, 10, 4, 5e-3, 1, 8, 1e-3, 2, 4, 2, 6)
+SMALL = Size(1, 2, 32, 4, 64, 10, 4, 32, 5e-3, 1, 8, 1e-3, 2, 0.5, 4, 2, 6)
 
 
-def make_generator(task: ModuleType, out: Path, size: Size, seconds: float, target: float, seed: int = 0) -> Path:
-    """Train one into the folder `out`, until it scores `target` on prompts to train with or `seconds` have passed."""
+def make_generator(
+    task: ModuleType,
+    out: Path,
+    size: Size,
+    seconds: float,
+    target: float,
+    seed: int = 0,
+    begun: Path | None = None,
+) -> Path:
+    """Train one into the folder `out`, until it scores `target` on prompts to train with or `seconds` have passed.
+
+    `begun` is one that was not trained long enough: this one goes on from its weights, and keeps its VAE.
+    """
     if out.exists():
         raise FileExistsError(f"{out} exists: choose another folder or remove it")
+    if begun is not None and not (begun / "model_index.json").is_file():
+        raise NotADirectoryError(f"{begun} holds no model: expected a folder that this command has made")
     began = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")  # the same as elsewhere on a CPU
     torch.manual_seed(seed)
     pictures, asked = task.training_pictures(size.pictures, seed, device)
-    pipeline = untrained(task, size).to(device)
+    pipeline = (untrained(task, size) if begun is None else load_pipeline(begun)).to(device)
     images = pictures[:, :, None].float() / 127.5 - 1
     speed_up_single_frames(pipeline.vae)
-    for _ in range(size.vae_rounds):
+    for _ in range(size.vae_rounds if begun is None else 0):
         train_vae(pipeline, images, size)
         kept = fidelity(pipeline, task, images[: size.score_pictures], [truth for _, truth in asked])
         print(f"{time.monotonic() - began:.0f} s: through the VAE what is drawn scores {kept:.3f}", flush=True)
@@ -77,11 +93,12 @@ def make_generator(task: ModuleType, out: Path, size: Size, seconds: float, targ
 
     reached: dict[str, float] = {}
 
-    def enough(step: int) -> bool:
-        reached.update(step=step, score=score(pipeline, task, size.score_pictures, seed))
+    def enough(step: int, loss: float) -> bool:
+        counted, graded = score(pipeline, task, size.score_pictures, seed)
+        reached.update(step=step, score=counted, graded=graded, loss=loss)
         told = time.monotonic() - began
-        print(f"{told:.0f} s: step {step}, score {reached['score']:.3f}", flush=True)
-        return reached["score"] >= target or told > seconds
+        print(f"{told:.0f} s: step {step}, loss {loss:.3f}, score {counted:.3f}, graded {graded:.3f}", flush=True)
+        return counted >= target or told > seconds
 
     train_transformer(pipeline, latents, [prompt for prompt, _ in asked], size, enough)
     unfinished = out.with_name(f"{out.name}.unfinished-{os.getpid()}")
@@ -126,15 +143,24 @@ def untrained(task: ModuleType, size: Size) -> "QwenImagePipeline":
 
 
 def train_vae(pipeline: "QwenImagePipeline", images: torch.Tensor, size: Size) -> None:
-    """To give back what it is given. Noise is small beside the latents, which would drown in more of it at first."""
+    """To give back what it is given. Noise is small beside the latents, which would drown in more of it at first.
+
+    It sees parts of pictures: convolutions learn the same from them, and most of a picture is ground.
+    """
     vae = pipeline.vae
     optimizer = torch.optim.AdamW(vae.parameters(), size.vae_lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, size.vae_lr, total_steps=size.vae_steps, pct_start=0.15)
     for _ in range(size.vae_steps):
-        target = images[torch.randint(len(images), (size.vae_batch,), device=images.device)]
+        target = cut(images[torch.randint(len(images), (size.vae_batch,), device=images.device)], size.vae_crop)
         latents = vae.encode(target).latent_dist.mean
         noise = 0.05 * latents.std().detach() * torch.randn_like(latents)
         take_step(vae, optimizer, schedule, F.mse_loss(vae.decode(latents + noise).sample, target))
+
+
+def cut(images: torch.Tensor, side: int) -> torch.Tensor:
+    """A square part of each, at the same place, drawn at random; what is smaller stays whole."""
+    top, left = (int(torch.randint(max(1, length - side + 1), ())) for length in images.shape[-2:])
+    return images[..., top : top + side, left : left + side]
 
 
 def train_transformer(
@@ -142,10 +168,14 @@ def train_transformer(
     latents: torch.Tensor,
     prompts: list[str],
     size: Size,
-    enough: Callable[[int], bool],
+    enough: Callable[[int, float], bool],
 ) -> None:
-    """Flow matching: from `x_t = (1 - t) x + t noise` predict `noise - x`, t uniform in [0, 1]."""
+    """Flow matching: from `x_t = (1 - t) x + t noise` predict `noise - x`, t uniform in [0, 1].
+
+    What is scored and kept is a moving average of the weights, which draws better than they do at any time.
+    """
     transformer, device = pipeline.transformer, latents.device
+    average = copy.deepcopy(transformer).requires_grad_(False)
     texts = list(dict.fromkeys(prompts))
     with torch.no_grad():
         embeds, mask = pipeline.encode_prompt(texts)
@@ -156,6 +186,7 @@ def train_transformer(
     shapes = [[(1, height // 2, width // 2)]] * size.batch
     optimizer = torch.optim.AdamW(transformer.parameters(), size.lr, fused=device.type == "cuda")
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1, (i + 1) / size.warmup))
+    losses: list[torch.Tensor] = []  # since the last score
     for step in range(1, size.steps + 1):
         chosen = torch.randint(len(clean), (size.batch,), device=device)
         x, text = clean[chosen], text_of[chosen]
@@ -168,10 +199,21 @@ def train_transformer(
             img_shapes=shapes,
             return_dict=False,
         )[0]
-        take_step(transformer, optimizer, schedule, F.mse_loss(velocity, noise - x))
+        loss = F.mse_loss(velocity, noise - x)
+        take_step(transformer, optimizer, schedule, loss)
+        losses.append(loss.detach())
+        follow(average, transformer, min(size.average, step / (step + 9)))
         if step % size.score_every == 0 or step == size.steps:
-            if enough(step):
+            pipeline.register_modules(transformer=average)
+            if enough(step, torch.stack(losses).mean().item()):
                 return
+            losses.clear()
+
+
+@torch.no_grad()
+def follow(average: torch.nn.Module, module: torch.nn.Module, decay: float) -> None:
+    """average <- decay * average + (1 - decay) * module."""
+    torch._foreach_lerp_(list(average.parameters()), list(module.parameters()), 1 - decay)
 
 
 @torch.no_grad()
@@ -184,8 +226,8 @@ def fidelity(pipeline: "QwenImagePipeline", task: ModuleType, images: torch.Tens
 
 
 @torch.no_grad()
-def score(pipeline: "QwenImagePipeline", task: ModuleType, count: int, seed: int) -> float:
-    """The mean score of pictures of prompts to train with, each once."""
+def score(pipeline: "QwenImagePipeline", task: ModuleType, count: int, seed: int) -> tuple[float, float]:
+    """Of pictures of prompts to train with, each once: the mean of what is counted, and of the graded score."""
     rows = task.rows("train")[:: max(1, len(task.rows("train")) // count)][:count]
     pipeline.set_progress_bar_config(disable=True)
     pictures = pipeline(
@@ -198,4 +240,5 @@ def score(pipeline: "QwenImagePipeline", task: ModuleType, count: int, seed: int
         output_type="pt",
     ).images
     answers = task.score(list(pictures.cpu()), [row["reward_model"]["ground_truth"] for row in rows])
-    return fmean(answer[task.COUNTED] for answer in answers)
+    counted, graded = (fmean(answer[name] for answer in answers) for name in (task.COUNTED, "score"))
+    return counted, graded
