@@ -237,3 +237,29 @@ def test_what_was_said_is_compared_letter_by_letter():
     assert share_right("\uff21\uff22", "ab") == 1.0  # letters as wide as Chinese ones
     hindi = "\u0915\u093f"  # a letter and its vowel, which is a mark
     assert share_right(hindi, hindi) == 1.0 and share_right("\u0915", hindi) == 0.5
+
+
+def test_pitch_is_the_distance_to_the_named_notes_in_semitones():
+    """A4 is 440 Hz, twelve equal steps to the octave; of two channels the mean is heard."""
+    semitone = 2 ** (1 / 12)
+    melody = torch.cat([sine(440.0), sine(440.0 * semitone), sine(261.6256, channels=1)], dim=1)
+    (answer,) = make_scorer("pitch", {"width": 4.0})([melody], [RATE], ["A4 A4 C4"])
+    assert answer["score"] == pytest.approx((1 + 0.75 + 1) / 3, abs=0.005)
+    assert answer["in_tune"] == pytest.approx(2 / 3)
+    names = ["A#4", "Bb4", "C5", "A3"]
+    tones = [440.0 * semitone, 440.0 * semitone, 523.2511, 220.0]
+    answers = make_scorer("pitch")([sine(tone) for tone in tones], [RATE] * 4, names)
+    assert [a["score"] for a in answers] == pytest.approx([1] * 4, abs=0.005)
+    overtone = sine(440.0) + 0.5 * sine(880.0)
+    quiet = sine(440.0, 1e-4)
+    answers = make_scorer("pitch")([overtone, quiet, sine(880.0)], [RATE] * 3, ["A4"] * 3)
+    assert [a["score"] for a in answers] == pytest.approx([1, 0, 0], abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("notes", "said"),
+    [("H4", '"H4" is no note'), ("", "names no note"), ("A9", "sample rate"), ("C0 " * 20 + "C0", "two of its waves")],
+)
+def test_notes_that_nobody_could_play_are_refused(notes, said):
+    with pytest.raises(ValueError, match=said):
+        make_scorer("pitch")([sine(440.0)], [RATE], [notes])
