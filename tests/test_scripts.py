@@ -30,6 +30,7 @@ RECIPES = {
     "flash_trainer/run_qwen_image_ocr_lora_flash.sh": ("qwen_image_ocr_lora_flash", "flash_grpo", 32),
     "diffusion_nft_trainer/run_qwen_image_ocr_lora_nft.sh": ("qwen_image_ocr_lora_nft", "diffusion_nft", 32),
     "opd_trainer/run_qwen_image_ocr_lora_opd.sh": ("qwen_image_ocr_lora_opd", "opd", 32),
+    "draft_trainer/run_qwen_image_aesthetic_lora_draft.sh": ("qwen_image_aesthetic_lora_draft", "draft", 32),
     "opd_trainer/run_qwen_image_ocr_lora_opd_forward.sh": ("qwen_image_ocr_lora_opd_forward", "opd_forward", 32),
     "dgpo_trainer/run_qwen_image_ocr_lora_dgpo.sh": ("qwen_image_ocr_lora_dgpo", "dgpo", 32),
     "crd_trainer/run_qwen_image_ocr_lora_crd.sh": ("qwen_image_ocr_lora_crd", "crd", 32),

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from verl_omni.algorithms.base import row_mean
 from verl_omni.algorithms.crd import centred
+from verl_omni.algorithms.forward_process import noised, predicted_clean
 from verl_omni.config import DiffusionActorConfig, DiffusionLossConfig
 from verl_omni.trainer.diffusion.diffusion_algos import get_diffusion_loss_fn
 
@@ -88,9 +90,18 @@ def direct_preference_case(loss: str, seed: int = 0, **settings: Any) -> Case:
     }
     data["teacher_velocity"] = velocity.detach() + 0.1 * normal(ROWS, *SHAPE)
     case = Case(loss, actor_config(**settings), {"velocity": velocity.requires_grad_()}, data, ("velocity",))
+    if loss == "draft":
+        case.model_output["predicted_reward"] = quadratic_reward(case)
     if get_diffusion_loss_fn(loss).by_group:
         data |= grouped(case)
     return case
+
+
+def quadratic_reward(case: Case) -> torch.Tensor:
+    """Of the clean latents that the model predicts: minus their squared distance from 0.3, by the engine's formulas."""
+    d, v = case.data, case.model_output["velocity"]
+    x_t = noised(d["clean_latents"], d["noise"], d["sigma"])
+    return -row_mean((predicted_clean(x_t, v, d["sigma"]) - 0.3) ** 2)
 
 
 GROUPS = torch.tensor([0, 0, 1, 0, 2, 1, 1, 0, 2, 2, 2, 0])  # of sizes 5, 3 and 4, mixed
@@ -222,3 +233,9 @@ def crd_row(m, d, i, beta, temperature=None):
         mean_r, mean_a = sum(w[j] * float(r[j]) for j in group), sum(w[j] * a[j] for j in group)
         sides.append((beta * (r[i] - mean_r) - (a[i] - mean_a)) ** 2)
     return sum(sides) / len(sides)
+
+
+def draft_row(m, d, i, kl_beta):
+    t, v = float(d["sigma"][i]), m["velocity"][i]
+    predicted = (1 - t) * d["clean_latents"][i] + t * d["noise"][i] - t * v
+    return ((predicted - 0.3) ** 2).mean() + kl_beta * ((v - d["ref_velocity"][i]) ** 2).mean()

@@ -51,6 +51,7 @@ def test_drawn_noise_levels():
     assert all(len(set(row)) == 3 for row in steps.tolist())
     values, counts = steps.unique(return_counts=True)
     assert values.tolist() == sorted(schedule.tolist()) and counts.min() > 300
+    assert torch.equal(draw_sigmas(3, 2, "last", g, schedule), torch.tensor([[0.5, 0.2]] * 3))
     again = draw_sigmas(5, 2, "uniform", torch.Generator().manual_seed(4))
     assert torch.equal(again, draw_sigmas(5, 2, "uniform", torch.Generator().manual_seed(4)))
     with pytest.raises(ValueError, match="expected 1 to 4"):

@@ -70,6 +70,12 @@ FORMULAS = {
         lambda m, d, i: ((m["velocity"][i] - d["teacher_velocity"][i]) ** 2).mean(),
         ROWS,
     ),
+    "draft": (
+        lambda: direct_preference_case("draft", extra={"kl_beta": 0.2}),
+        lambda m, d, i: cases.draft_row(m, d, i, 0.2),
+        ROWS,
+    ),
+    "draft defaults": (lambda: direct_preference_case("draft"), lambda m, d, i: cases.draft_row(m, d, i, 0.0), ROWS),
     "dpo": (
         lambda: direct_preference_case("dpo", extra={"beta": 30.0}),
         lambda m, d, i: cases.dpo_pair(m, d, i, 30.0),

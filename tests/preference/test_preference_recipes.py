@@ -24,6 +24,7 @@ ONLINE = {
     "dgpo_trainer/qwen_image_ocr_lora_dgpo": "dgpo",
     "crd_trainer/qwen_image_ocr_lora_crd": "crd",
     "dpo_trainer/qwen_image_ocr_lora_dpo": "dpo",
+    "draft_trainer/qwen_image_aesthetic_lora_draft": "draft",
 }
 OFFLINE = "dpo_trainer/qwen_image_lora_offline_dpo"
 

@@ -57,6 +57,8 @@ def numbers() -> list[BadInput]:
         ("more opponents than images", ("reward.pairwise.opponents=99", "reward.pairwise.by=score")),
         ("keep_best without a validation", ("trainer.keep_best=true", "trainer.test_freq=0")),
         ("a teacher that is not there", (f"{A}actor.teacher.path=/nowhere", f"{A}model.algorithm=opd")),
+        ("the gradient of a reward that has none",
+         (f"{A}model.algorithm=draft", "reward.scorers=[{name: jpeg_compressibility}]")),
         ("a rewriter that is not there", (f"{A}rewriter.path=/nowhere",)),
         ("a learning rate of no rewriter", (f"{A}rewriter.lr=0.1",)),
         ("DiffusionNFT, beta=0", (f"{A}actor.diffusion_loss.extra.beta=0", f"{A}model.algorithm=diffusion_nft")),

@@ -46,6 +46,17 @@ def test_score_is_that_of_the_published_formula(published):
     assert [scorer([image])[0]["score"] for image in images] == pytest.approx(wanted, abs=1e-5)
 
 
+def test_pixels_have_the_same_score_and_a_gradient(published):
+    """Pixels are prepared in torch there, by PIL and in 256 steps here."""
+    scorer = make(published[0])
+    for image in pictures():
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float().div(255).requires_grad_()
+        score = scorer.of_pixels(pixels)
+        assert score.item() == pytest.approx(scorer([image])[0]["score"], abs=0.02)
+        (gradient,) = torch.autograd.grad(score.sum(), pixels)
+        assert gradient.isfinite().all() and gradient.any()
+
+
 def test_the_prompt_does_not_matter(published):
     scorer = make(published[0])
     assert scorer(pictures(), None, ["a", "", None], None) == scorer(pictures(), None, None, None)

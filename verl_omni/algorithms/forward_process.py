@@ -16,13 +16,18 @@ if TYPE_CHECKING:
     from verl_omni.config import DiffusionActorConfig
 
 TEACHER = "teacher"  # the policy that stands for each row's own one
-SIGMA_DISTRIBUTIONS = ("uniform", "logit_normal", "rollout")
+SIGMA_DISTRIBUTIONS = ("uniform", "logit_normal", "rollout", "last")
 
 
 def noised(clean_latents: torch.Tensor, noise: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
     """``x_t = (1-t)·x0 + t·ε`` with t (B,)."""
     t = column(sigma, clean_latents)
     return (1 - t) * clean_latents + t * noise
+
+
+def predicted_clean(x_t: torch.Tensor, velocity: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+    """``x̂0 = x_t - t·v`` with t (B,): what the model takes x_t for."""
+    return x_t - column(sigma, x_t) * velocity
 
 
 def matching_error(velocity: torch.Tensor, clean_latents: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -79,7 +84,7 @@ def draw_sigmas(
     """``count`` noise levels in (0, 1] for each sample: (samples, count).
 
     uniform and logit_normal draw them independently; rollout takes different ones of ``schedule``, the σ at which the
-    rollout's steps start.
+    rollout's steps start, and last the last ones of it.
     """
     if distribution not in SIGMA_DISTRIBUTIONS:
         raise ValueError(unknown("timestep distribution", distribution, SIGMA_DISTRIBUTIONS))
@@ -90,6 +95,8 @@ def draw_sigmas(
     if schedule is None or not 1 <= count <= len(schedule):
         steps = 0 if schedule is None else len(schedule)
         raise ValueError(f"{count} different noise levels of a rollout of {steps} steps: expected 1 to {steps}")
+    if distribution == "last":
+        return schedule.float().cpu()[-count:].repeat(samples, 1)
     order = torch.rand(samples, len(schedule), generator=generator).argsort(dim=1)
     return schedule.float().cpu()[order[:, :count]]
 

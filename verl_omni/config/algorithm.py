@@ -120,7 +120,7 @@ class DiffusionAlgoConfig:
     )
     timestep_distribution: str | None = knob(
         "uniform",
-        "noise levels are drawn uniform, logit_normal or from the rollout's own steps",
+        "noise levels are drawn uniform, logit_normal or from the rollout's own steps; or they are its last ones",
         choices=names_in("verl_omni.algorithms.forward_process", "SIGMA_DISTRIBUTIONS"),
         needs=DIRECT_PREFERENCE,
     )

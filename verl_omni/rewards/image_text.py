@@ -48,3 +48,17 @@ class ImageTextScorer(ModelScorer):
 def unit(vectors: "torch.Tensor") -> "torch.Tensor":
     """Of length 1, in float32."""
     return vectors.float() / vectors.float().norm(dim=-1, keepdim=True)
+
+
+def prepared(pixels: "torch.Tensor", processor: Any) -> "torch.Tensor":
+    """What CLIP's image processor makes of pixels (B, 3, H, W) in [0, 1], with a gradient to them."""
+    import torch
+
+    height, width = pixels.shape[-2:]
+    edge, crop = processor.size["shortest_edge"], processor.crop_size
+    size = [max(edge, int(side * edge / min(height, width))) for side in (height, width)]
+    resized = torch.nn.functional.interpolate(pixels.float(), size, mode="bicubic", antialias=True).clamp(0, 1)
+    top, left = (size[0] - crop["height"]) // 2, (size[1] - crop["width"]) // 2
+    cut = resized[..., top : top + crop["height"], left : left + crop["width"]]
+    mean, std = (torch.tensor(value).to(cut).view(3, 1, 1) for value in (processor.image_mean, processor.image_std))
+    return (cut - mean) / std

@@ -217,6 +217,11 @@ class DiffusionWorker(Worker):
 
     # ---- training ------------------------------------------------------------------------------------
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def follow_reward(self, make: Callable[[str], Callable[[torch.Tensor], torch.Tensor]]) -> None:
+        """For losses that ask for `predicted_reward`. `make` gives, for a device, rewards of pixels with a gradient."""
+        self.engine.replay.reward_of = self.rollout.with_reward(make(str(self.engine.device)))
+
     @register(dispatch_mode=BY_ROWS)
     @names_memory_knobs("old log-probabilities")
     def compute_log_prob(self, data: DataProto) -> DataProto:

@@ -45,6 +45,32 @@ def _check_old_policy(settings: DiffusionTrainerConfig) -> None:
             )
 
 
+def _check_reward_gradient(settings: DiffusionTrainerConfig) -> None:
+    """Images are decoded and scored where the weights are, with a gradient."""
+    from verl_omni.pipelines.model_base import DiffusionModelBase
+    from verl_omni.workers.rollout import engine_class
+
+    arr, name = settings.actor_rollout_ref, settings.actor_rollout_ref.model.algorithm
+    if settings.algorithm.sample_source == "offline":
+        raise ValueError(
+            f"algorithm.sample_source=offline: {name} follows the reward of the model's own images, and cached pairs "
+            "have none; leave it out"
+        )
+    if not arr.hybrid_engine:
+        raise ValueError(
+            f"trainer.mode={settings.trainer.mode}: {name} decodes images where the weights are trained; use "
+            "trainer.mode=colocated"
+        )
+    if not hasattr(engine_class(arr.rollout.name), "with_reward"):
+        raise ValueError(
+            f"actor_rollout_ref.rollout.name={arr.rollout.name} has no VAE beside the trained weights, through which "
+            f"{name} takes the reward's gradient: use diffusers"
+        )
+    made = DiffusionModelBase.get_class(arr.model).makes(arr.model)
+    if made != "image":
+        raise ValueError(f"{name} follows the rewards of images, and {arr.model.architecture} makes {made}: use awm")
+
+
 def check_preference(settings: DiffusionTrainerConfig) -> None:
     algorithm, arr = settings.algorithm, settings.actor_rollout_ref
     loss_fn = get_diffusion_loss_fn(arr.actor.diffusion_loss.loss_mode)
@@ -72,6 +98,8 @@ def check_preference(settings: DiffusionTrainerConfig) -> None:
             f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro}: this loss compares {loss_fn.rows_per_unit} "
             f"images at a time; use {loss_fn.rows_per_unit} or more"
         )
+    if "predicted_reward" in loss_fn.required_model_output_keys:
+        _check_reward_gradient(settings)
     if algorithm.sample_source == "offline" and (settings.data.val_files is not None or settings.trainer.val_only):
         raise ValueError(
             "algorithm.sample_source=offline starts no rollout engine, so that nothing can draw validation images: "

@@ -222,10 +222,12 @@ def check_ground_truth(choice: Any, rows: list[dict[str, Any]]) -> None:
 
 def check_rewards(config: DictConfig) -> None:
     """The user's reward function loads and takes what it will be given, or every data source has a reward."""
+    from verl_omni.algorithms.registry import get_diffusion_loss_fn
     from verl_omni.data.loading import load_datasets
     from verl_omni.data.prompt_rows import NO_SOURCE
     from verl_omni.rewards import check_package, check_settings, get_reward_fn
     from verl_omni.rewards.choice import OWN, read_choices, rewards_of, weighted
+    from verl_omni.rewards.differentiable import check_differentiable
     from verl_omni.rewards.image_manager import as_reward_function
     from verl_omni.rewards.judge import with_judge
     from verl_omni.rewards.reward_loop import load_custom_reward_function
@@ -281,6 +283,9 @@ def check_rewards(config: DictConfig) -> None:
             f"place: give its settings in reward_kwargs there, or add both up with {{name: {OWN}, weight: 1}} in "
             "reward.scorers"
         )
+    loss = get_diffusion_loss_fn(config.actor_rollout_ref.actor.diffusion_loss.loss_mode)
+    if "predicted_reward" in loss.required_model_output_keys:
+        check_differentiable(config.reward)
     datasets = [dataset for dataset in load_datasets(config) if dataset is not None]
     rows = [dataset[i] for dataset in datasets for i in range(len(dataset))]
     sources = {row["data_source"] for row in rows}

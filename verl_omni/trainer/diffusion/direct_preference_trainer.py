@@ -15,6 +15,7 @@ from verl_omni.algorithms.old_policy import old_policy_decay
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.settings import sized
+from verl_omni.rewards.differentiable import reward_of_pixels
 from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
 from verl_omni.trainer.diffusion.experience import Experience, new_experience
 from verl_omni.trainer.diffusion.failed_rewards import scored_part
@@ -38,6 +39,8 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
 
     def fit(self) -> None:
         """Samples (a scored rollout, or cached pairs) -> the loss's tensors -> noise levels -> update -> old policy."""
+        if "predicted_reward" in self.loss_fn.required_model_output_keys:
+            self.actor_wg.follow_reward(functools.partial(reward_of_pixels, self.run.config.reward))
         super().fit()
 
     def learn(self, experience: Experience, timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:

@@ -1,10 +1,10 @@
 """What a forward of direct preference computes: velocities at single noise levels of the forward process."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from verl_omni.algorithms.forward_process import TEACHER, noised
+from verl_omni.algorithms.forward_process import TEACHER, noised, predicted_clean
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.sampling import transformer_inputs
 from verl_omni.workers.columns import stacked
@@ -13,10 +13,12 @@ from verl_omni.workers.engine.replay import Batch, Replay
 
 
 class NoiseLevels(Replay):
-    """The velocity of noised clean latents, without guidance."""
+    """The velocity of noised clean latents, without guidance; and the reward of what it says that they are."""
 
     per = "level"
-    outputs = frozenset({"velocity"})
+    outputs = frozenset({"velocity", "predicted_reward"})
+    #: clean latents and how they were drawn -> rewards (N,), with a gradient; where a loss asks for `predicted_reward`
+    reward_of: Callable[[torch.Tensor, DiffusionModelConfig], torch.Tensor] | None = None
 
     def configured(self, model_config: DiffusionModelConfig) -> DiffusionModelConfig:
         return self.adapter.unguided(model_config)
@@ -39,12 +41,16 @@ class NoiseLevels(Replay):
         return self.adapter.timestep_at(sigma, scheduler, config)
 
     def model_outputs(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """velocity (N, ...) of N (sample, noise level) rows."""
+        """velocity (N, ...) of N (sample, noise level) rows; with a gradient the predicted_reward (N,) too."""
         module, (config, _) = self.engine.module, self.drawn_as(self.kinds(micro_batch)[0])
         x_t = noised(micro_batch["clean_latents"], micro_batch["noise"], micro_batch["sigma"])
         timestep = self.timesteps(micro_batch)
         inputs, _ = transformer_inputs(self.adapter, module, config, x_t, timestep, micro_batch)
-        return {"velocity": self.adapter.predict_velocity(module, config, inputs, None)}
+        velocity = self.adapter.predict_velocity(module, config, inputs, None)
+        if self.reward_of is None or not torch.is_grad_enabled():  # other policies' velocities are compared, no more
+            return {"velocity": velocity}
+        clean = self.adapter.whole_latents(predicted_clean(x_t, velocity, micro_batch["sigma"]), micro_batch)
+        return {"velocity": velocity, "predicted_reward": self.reward_of(clean, config)}
 
     def before_update(self, data: Batch, anchors: Mapping[str, str], versions: Sequence[int] = ()) -> Batch:
         """Draw the noise, and the velocities of other policies (`anchors`: name in the batch -> policy), in CPU memory.

@@ -93,6 +93,13 @@ class DiffusersRollout(Drawer, BatchedRollout):
             **config.engine_kwargs,
         )
 
+    def with_reward(
+        self, score: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Callable[[torch.Tensor, DiffusionModelConfig], torch.Tensor]:
+        """Rewards of latents, of those of pixels: they are decoded as in a rollout, with a gradient."""
+        self.pipe.vae.requires_grad_(False)
+        return lambda latents, drawn: score(self.adapter.decode_latents(self.pipe, latents, drawn).float())
+
     @contextlib.contextmanager
     def with_policy(
         self, training: TrainingEngine, policy: str, version: int, precision: str | None = None

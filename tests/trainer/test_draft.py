@@ -1,0 +1,100 @@
+"""Direct reward gradients: up the gradient of the reward itself, and a line where there is none."""
+
+import pytest
+import torch
+from composed import composed
+from e2e_runs import metrics, run_here, settings
+from test_refused_settings import refused
+from tiny_models import tiny_checkpoint
+
+from verl_omni.rewards.differentiable import check_differentiable, differentiable
+from verl_omni.rewards.reward_function import RewardFunction
+from verl_omni.testing.local_trainer import local_config
+from verl_omni.trainer.failures import users_mistake
+
+DRAFT = "actor_rollout_ref.model.algorithm=draft"
+EXTRA = "actor_rollout_ref.actor.diffusion_loss.extra"
+OWN = "reward.custom_reward_function.path"
+BRIGHTNESS = """
+from verl_omni.rewards.differentiable import differentiable
+
+@differentiable
+def compute_score(pixels, *, wanted=1.0):
+    return 1 - (pixels.mean(dim=(1, 2, 3)) - wanted).abs()
+"""
+PLAIN = """
+def compute_score(image):
+    return 0.5
+"""
+
+
+@pytest.fixture
+def reward(tmp_path):
+    (tmp_path / "brightness.py").write_text(BRIGHTNESS)
+    (tmp_path / "plain.py").write_text(PLAIN)
+    return f"{OWN}={tmp_path / 'brightness.py'}"
+
+
+def run(folder, reward, monkeypatch, *overrides: str) -> list[dict[str, float]]:
+    given = settings(
+        folder / "run", DRAFT, reward, "actor_rollout_ref.actor.optim.lr=0.003", "data.val_files=null",
+        "trainer.save_freq=0", "trainer.total_training_steps=4", *overrides, model=tiny_checkpoint(),
+    )  # fmt: skip
+    run_here(given, folder, monkeypatch)
+    return [told for step, told in sorted(metrics(folder / "run").items()) if step]
+
+
+def test_the_reward_climbs(reward, tmp_path, monkeypatch, process_group):
+    told = run(tmp_path, reward, monkeypatch)
+    rewards = [step["critic/rewards/mean"] for step in told]
+    assert rewards[-1] > rewards[0] + 0.01 and told[0]["actor/grad_norm"] > 0
+    # Noised again by as little as the last step's level and taken back in one step, an image is nearly itself.
+    assert told[0]["actor/predicted_reward"] == pytest.approx(rewards[0], abs=0.1)
+
+
+def test_the_reference_holds_a_lora_back(reward, tmp_path, monkeypatch, process_group):
+    one_update = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
+    few = ["actor_rollout_ref.model.lora_rank=4", "trainer.total_training_steps=2"]
+    told = run(tmp_path, reward, monkeypatch, f"{EXTRA}.kl_beta=1.0", one_update, *few)
+    assert told[0]["actor/kl_loss"] == 0 and told[-1]["actor/kl_loss"] > 0
+
+
+def test_a_function_of_pixels_scores_images_as_any_other(tmp_path):
+    function = RewardFunction(differentiable(lambda pixels, *, wanted=1.0: pixels.amax((1, 2, 3)) - wanted), "mine")
+    assert function.batched and function.wanted == ["solution_images", "wanted"]
+    score = function.function([torch.full((3, 2, 2), 0.25), torch.full((3, 4, 2), 0.5)], wanted=0.25)
+    assert score == [0.0, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "follows one reward for all prompts: name it"),
+        (["reward.scorers=[{name: jpeg_incompressibility}]"], 'no gradient.*take aesthetic, or a'),
+        (["reward.custom_reward_function.path=plain.py"], "has no gradient.*give it the decorator"),
+        (
+            ["reward.scorers=[{name: motion}, {name: aesthetic, gate: {by: motion, at_least: 1}}]"],
+            "aesthetic.gate has no gradient",
+        ),
+    ],
+)
+def test_a_reward_without_a_gradient_is_refused_in_one_line(given, said, reward, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = composed(DRAFT, *given)
+    with pytest.raises(ValueError, match=said) as caught:
+        check_differentiable(config.reward)
+    assert users_mistake(caught.value)
+
+
+def test_a_run_asks_for_the_gradient_before_it_starts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="follows one reward for all prompts"):
+        local_config(settings(tmp_path / "run", DRAFT))
+
+
+def test_what_it_cannot_do_is_refused_in_one_line(reward):
+    assert "use trainer.mode=colocated" in refused(DRAFT, reward, "trainer.mode=separate")
+    offline = "algorithm.sample_source=offline"
+    assert "cached pairs have none" in refused(DRAFT, reward, offline)
+    video = {"architecture": "WanPipeline"}
+    assert "follows the rewards of images, and WanPipeline makes video" in refused(DRAFT, reward, **video)
