@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from verl_omni.cli import plan
 from verl_omni.config import CheckpointConfig, DiffusionActorConfig, DiffusionModelConfig, FSDPConfig, OptimizerConfig
 from verl_omni.perf.rates import rates
+from verl_omni.pipelines.utils import pipeline_class
 from verl_omni.trainer.checks.preparation import prepare_config
 from verl_omni.trainer.forecast.forecast import forecast
 from verl_omni.trainer.forecast.model import ModelCosts
@@ -79,7 +80,8 @@ def overrides_of(folder, model, *more: str) -> list[str]:
     prompts = folder / "prompts.jsonl"
     row = {"prompt": "a cat", "data_source": "jpeg_compressibility", "reward_model": {"ground_truth": ""}}
     prompts.write_text(json.dumps(row) + "\n")
-    size = [f"actor_rollout_ref.rollout.pipeline.{side}=32" for side in ("height", "width")]
+    sides = () if "Audio" in str(model) else ("height", "width")
+    size = [f"actor_rollout_ref.rollout.pipeline.{side}=32" for side in sides]
     batch = ["data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=2", "actor_rollout_ref.rollout.n=4"]
     return [f"{MODEL}.path={model}", f"data.train_files={prompts}", *size, *batch, *more]
 
@@ -88,6 +90,32 @@ def costs_of(folder, architecture: str, *more: str) -> ModelCosts:
     frames = ["actor_rollout_ref.rollout.pipeline.num_frames=5"] if architecture == "WanPipeline" else []
     config = composed(*overrides_of(folder, tiny_checkpoint(architecture), *frames, *more))
     return ModelCosts(OmegaConf.to_object(prepare_config(config)), (200, 200))
+
+
+AROUND = {
+    "LTX2Pipeline": 9, "LTX2ImageToVideoPipeline": 9, "HunyuanVideo15Pipeline": 5, "WanImageToVideoPipeline": 5,
+    "FluxKontextPipeline": None, "ChromaPipeline": None, "LongCatAudioDiTPipeline": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(name, marks=pytest.mark.slow if name != "LTX2Pipeline" else ()) for name in AROUND]
+)
+def test_what_is_around_the_transformer_is_counted(architecture, tmp_path):
+    """As diffusers loads it: what decodes, sound too, and what makes features of a prompt."""
+    frames = AROUND[architecture]
+    more = [f"actor_rollout_ref.rollout.pipeline.num_frames={frames}"] if frames else []
+    costs = costs_of(tmp_path, architecture, *more)
+    pipe = pipeline_class(architecture).from_pretrained(tiny_checkpoint(architecture))
+    modules = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+    decoders = modules.keys() & {"vae", "audio_vae", "vocoder"}
+
+    def held(names) -> int:
+        return sum(p.numel() for name in names for p in modules[name].parameters()) * costs.dtype.itemsize
+
+    assert costs.vae_bytes == held(decoders)
+    assert costs.encoder_bytes == held(modules.keys() - decoders - {"transformer", "transformer_2"})
+    assert costs.decode(2).extra > 0 and costs._inputs(2)
 
 
 def plain_attention(query, key, value, attn_mask=None, **settings):

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from verl_omni.pipelines.utils import read_component_config
+from verl_omni.pipelines.utils import read_component_config, read_index
 from verl_omni.utils.json_files import read_object
 from verl_omni.utils.model_code import refuse_code
 
@@ -91,7 +91,10 @@ def build_component(model_config: Any, name: str, dtype: torch.dtype) -> torch.n
     from diffusers.models.modeling_utils import no_init_weights
 
     config = read_component_config(model_config.config_path or model_config.path, name)
-    cls = getattr(diffusers, config["_class_name"])
+    cls = getattr(diffusers, config["_class_name"], None)
+    if cls is None:  # some are in the module of a pipeline only
+        library, _ = read_index(os.path.expanduser(model_config.path))[name]
+        cls = getattr(getattr(diffusers.pipelines, library), config["_class_name"])
     with no_init_weights(), default_dtype(dtype), parameters_on_meta():
         model = cls.from_config(dict(config))
     kept = cls._keep_in_fp32_modules or ()

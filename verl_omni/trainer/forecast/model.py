@@ -3,6 +3,7 @@
 import functools
 import inspect
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from verl_omni.utils.model_code import refuse_code
 from verl_omni.workers.engine.module import build_module, on_gpu, resolve_dtypes
 
 GPU = torch.device("cuda")
+DECODERS = {"vae", "audio_vae", "vocoder"}
 
 
 class ModelCosts:
@@ -31,7 +33,7 @@ class ModelCosts:
         self.adapter = DiffusionModelBase.get_class(self.config)
         self.dtype, self.model_dtype = resolve_dtypes(self.engine, GPU, self.config.lora_rank > 0)
         module, parts = self._build()
-        self.part, self.weights = next(iter(parts.values())), weights_of(parts.values())
+        self.part, self.weights, self.trained = next(iter(parts.values())), weights_of(parts.values()), tuple(parts)
         self.gpu = PretendedGpu()
         self.pipe = self._pipeline()
         self.latents = self.adapter.prepare_latents(self.pipe, module, self.config, [torch.Generator()])
@@ -75,27 +77,39 @@ class ModelCosts:
     # ---- what is around it ---------------------------------------------------------------------------
 
     def _pipeline(self) -> Any:
-        """The upstream pipeline with its VAE alone, without weights."""
+        """The upstream pipeline with what decodes alone, without weights."""
         kind = pipeline_class(self.config.architecture)
         parameters = inspect.signature(kind).parameters.values()
-        nothing = {p.name: None for p in parameters if p.default is p.empty}
-        vae = build_component(self.config, "vae", self.dtype)
+        parts = {p.name: None for p in parameters if p.default is p.empty}
+        parts |= {name: build_component(self.config, name, self.dtype) for name in self._beside if name in DECODERS}
         if self.tiling:
-            vae.enable_tiling()
+            parts["vae"].enable_tiling()
         with self.gpu.here():
-            vae.to_empty(device=self.gpu.device)
-        return kind(**nothing | {"vae": speed_up_single_frames(vae)})
+            for name in self._beside & DECODERS:
+                parts[name].to_empty(device=self.gpu.device)
+        return kind(**parts | {"vae": speed_up_single_frames(parts["vae"])})
+
+    @functools.cached_property
+    def _beside(self) -> set[str]:
+        """The models of the folder that are diffusers' own and not trained."""
+        index = read_index(self.config.path)
+        named = {name: value for name, value in index.items() if isinstance(value, list) and value[0] is not None}
+        trained = (*self.trained, "scheduler")
+        folders = {name for name, value in named.items() if value[0] != "transformers" and name not in trained}
+        root = Path(self.config.path).expanduser()
+        return {name for name in folders if (root / name / "config.json").is_file()}
 
     @property
     def vae_bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.pipe.vae.parameters())
+        return sum(_bytes(getattr(self.pipe, name)) for name in self._beside & DECODERS)
 
     @functools.cached_property
     def encoder_bytes(self) -> int:
-        """Of all text encoders, in the dtype that they are loaded in."""
+        """Of all that makes features of a prompt, in the dtype that it is loaded in."""
         import transformers
 
-        root, found = os.path.expanduser(self.config.path), 0
+        root = os.path.expanduser(self.config.path)
+        found = sum(_bytes(build_component(self.config, name, self.dtype)) for name in self._beside - DECODERS)
         for name, value in read_index(self.config.path).items():
             if not isinstance(value, list) or value[0] != "transformers" or value[1] is None:
                 continue
@@ -109,12 +123,14 @@ class ModelCosts:
 
     @functools.cache  # noqa: B019  (lives as long as the command)
     def decode(self, rows: int) -> Pass:
-        """Of latents to pixels. The decoder as it is written: compiled it takes less."""
+        """Of latents to what is seen or heard. The decoder as it is written: compiled it takes less."""
         with self.gpu.here(), torch.no_grad():
             latents = torch.empty(rows, *self.latents.shape[1:])
             with LiveBytes() as live:
-                pixels = self.adapter.decode_latents(self.pipe, latents, self.config).float()
-                self.adapter.responses(pixels, self.pipe, self.config)
+                decoded = self.adapter.decode_latents(self.pipe, latents, self.config)
+                several = isinstance(decoded, tuple)
+                made = tuple(part.float() for part in decoded) if several else decoded.float()
+                self.adapter.responses(made, self.pipe, self.config)
             return Pass(0, live.most, live.flops)
 
     # ---- what a sample is ----------------------------------------------------------------------------
@@ -126,6 +142,10 @@ class ModelCosts:
     @property
     def condition_bytes(self) -> int:
         return sum(value.nbytes for value in self.conditions.values())
+
+
+def _bytes(module: torch.nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
 def compiles(settings: DiffusionTrainerConfig, sequence: int = 1) -> bool:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from verl_omni.perf.live_bytes import LiveBytes, PretendedGpu
 from verl_omni.trainer.forecast.partitioned import Partitioned
+from verl_omni.utils.forks import in_forks
 from verl_omni.workers.engine.compile.blocks import repeated_blocks
 
 FEW_ROWS = (2, 3)
@@ -57,6 +58,7 @@ class Passes:
     ):
         self.part, self.inputs, self.call, self.dtype, self.gpu = part, inputs, forward, dtype, gpu
         self.kinds = kinds_of_blocks(part)
+        self._known: dict[tuple[int, frozenset], Pass] = {}
         with self.gpu.here():
             part.to_empty(device=gpu.device).train()
 
@@ -66,6 +68,8 @@ class Passes:
 
     def training(self, rows: float, checkpointing: bool, compiled: bool) -> Pass:
         """With its gradient."""
+        needed = [{}, {"checkpointing": True}] if checkpointing else [{}]
+        self._measure(*({"gradient": True} | how for how in needed + [{"compiled": True}] * compiled))
         written = self._line(rows, gradient=True)
         found = self._line(rows, gradient=True, checkpointing=True) if checkpointing else written
         if not compiled:
@@ -76,22 +80,43 @@ class Passes:
         return dataclasses.replace(found, extra=partitioned.block + written.extra)
 
     def _line(self, rows: float, **how: bool) -> Pass:
-        few, more = (self._whole(count, **how) for count in FEW_ROWS)
+        self._measure(how)
+        few, more = (self._known[count, frozenset(how.items())] for count in FEW_ROWS)
         steps = (rows - FEW_ROWS[0]) / (FEW_ROWS[1] - FEW_ROWS[0])
         figures = ((getattr(few, f.name), getattr(more, f.name)) for f in dataclasses.fields(Pass))
         return Pass(*(max(0.0, low + steps * (high - low)) for low, high in figures))
 
-    @functools.cache  # noqa: B019  (lives as long as the command)
+    def _measure(self, *hows: dict[str, bool]) -> None:
+        """Each with a few rows, all at once: tracing takes seconds, in one thread."""
+        wanted = [(rows, frozenset(how.items())) for how in hows for rows in FEW_ROWS]
+        missing = [one for one in wanted if one not in self._known]
+        work = [functools.partial(self._whole, rows, **dict(how)) for rows, how in missing]
+        self._known |= dict(zip(missing, in_forks(work), strict=True))
+
     def _whole(self, rows: int, **how: bool) -> Pass:
-        ones = dict.fromkeys(self.kinds, 1)
-        self._run(ones, rows, gradient=False)  # tables that a model makes once are no part of a block
-        with Partitioned(self.kinds) if how.get("compiled") else contextlib.nullcontext():
+        ones, compiled = dict.fromkeys(self.kinds, 1), how.get("compiled", False)
+        self._make_tables(rows)
+        with Partitioned(self.kinds) if compiled else contextlib.nullcontext():
+            if compiled:  # graphs are traced in half the time where nobody counts
+                self._run_uncounted(rows, gradient=True)
             least = whole = self._run(ones, rows, **how)
             for kind, blocks in self.kinds.items():
                 if len(blocks) > 1:
                     more = self._run(ones | {kind: 2}, rows, **how)
                     whole = whole.with_blocks(more, least, len(blocks) - 1)
         return whole
+
+    @functools.cache  # noqa: B019
+    def _make_tables(self, rows: int) -> None:
+        """Those that a model makes once are no part of a block."""
+        self._run_uncounted(rows, gradient=False)
+
+    def _run_uncounted(self, rows: int, gradient: bool) -> None:
+        self.part.disable_gradient_checkpointing()
+        inputs = self.inputs(rows)
+        with self.gpu.here(), shortened(self.kinds, dict.fromkeys(self.kinds, 1)):
+            with torch.set_grad_enabled(gradient), self.gpu.autocast(self.dtype):
+                self.call(self.part, tree_map_only(torch.Tensor, _on_device, inputs))
 
     def _run(
         self,
