@@ -25,7 +25,7 @@ SCORES_A_STEP, SCORES_OF_VALIDATION = 8, 2  # of `settings`
 # What a user's own module can do in every process of a run: here, end it at a chosen moment, or hold it at one of its
 # scores until a test has done something. The files `kill` and `hold` say when.
 KILLER = """
-import os, pathlib, signal, time
+import gc, os, pathlib, signal, time
 
 HERE = pathlib.Path(__file__).parent
 calls = 0
@@ -39,6 +39,7 @@ def kill_if(happens):
 def hold():
     order = HERE / "hold"
     if order.exists() and calls >= int(order.read_text()):
+        order.write_text(str(gc.get_freeze_count()))
         order.rename(HERE / "held")
         while not (HERE / "go on").exists():
             time.sleep(0.01)

@@ -57,6 +57,12 @@ def test_a_stranger_is_refused(two):
     assert refused
 
 
+def test_workers_have_not_imported_the_libraries_anew(two):
+    """The process that they are forked from has put aside for good what it imported; a started Python has not."""
+    folder, *_ = two
+    assert int((folder / "held").read_text()) > 100_000
+
+
 def test_neither_home_nor_another_ray_is_needed_and_a_hidden_gpu_stays_hidden(two):
     *_, code, output = two
     assert code == 0, output[-5000:]

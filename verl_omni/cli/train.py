@@ -94,7 +94,7 @@ def _run(config: "DictConfig") -> None:
 
     try:
         asked = try_first(config)
-        import_checks()
+        import_checks(config)
         run_diffusion(config, quiet=not hydra_errors.TRACEBACKS, asked=asked)
     except KeyboardInterrupt:
         end(f"stopped by Ctrl-C during the {progress.where()}", interrupts.exit_code())
@@ -109,10 +109,18 @@ def _run(config: "DictConfig") -> None:
         end(f"error: {line}", 1)
 
 
-def import_checks() -> None:
+def import_checks(config: "DictConfig") -> None:
     """What imports make is not garbage: to look for some takes an eighth of their time."""
+    from omegaconf import OmegaConf
+
+    from verl_omni.trainer import forked
+
     gc.disable()
     try:
+        forked.import_libraries()
+        own_ray = OmegaConf.select(config, "ray.address") is None
+        if own_ray and OmegaConf.select(config, "actor_rollout_ref.rollout.name") == "diffusers":
+            forked.prepare()
         import verl_omni.trainer.checks.preflight  # noqa: F401
     finally:
         gc.enable()

@@ -73,6 +73,14 @@ def report_to(pipe: int) -> None:
     _watcher = pipe
 
 
+def report_to_nobody() -> None:
+    """For a fork that is not the run: as long as it had the pipe, whoever listens would wait for its reports."""
+    global _watcher
+    if _watcher is not None:
+        os.close(_watcher)
+    _watcher = None
+
+
 def is_watched() -> bool:
     return _watcher is not None
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from verl_omni.trainer import forked
 from verl_omni.trainer.own_ray import Daemons, start_own_ray
 from verl_omni.trainer.placement import all_wanted
 from verl_omni.utils import cpu_platform
@@ -156,6 +157,8 @@ def ray_arguments(config: DictConfig) -> dict[str, Any]:
     if config.ray.address is not None:
         return arguments
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if config.trainer.device == "cpu" and (forking := forked.command()):
+        arguments["runtime_env"]["py_executable"] = forking
     for library in ("GLOO", "NCCL") if loopback else ():  # ranks on one machine meet on loopback
         environment[f"{library}_SOCKET_IFNAME"] = os.environ.get(f"{library}_SOCKET_IFNAME", loopback[0])
     placed = sum(sum(one.on_nodes) * one.cpus for one in all_wanted(config))

@@ -11,6 +11,7 @@ import re
 import select
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -49,7 +50,10 @@ def try_reward(
     function.check_takes(KINDS[kind])
     if kind == "latents":  # what shape they have is known when the model is there
         return None
-    failure = ask_elsewhere(function, [unmade(config, row, kind, function)] * (2 if function.batched else 1))
+    return _judged(elsewhere(lambda: _failure(config, row, kind, function)), kind)
+
+
+def _judged(failure: dict[str, Any] | None, kind: str) -> str | None:
     if failure is None or "forked subprocess" in failure["said"]:  # CUDA cannot be used there: it was not asked
         return None
     said = f"{failure['said']} (asked for {TRIED[kind]}, before the run starts)"
@@ -60,7 +64,19 @@ def try_reward(
 
 
 def try_first(config: DictConfig) -> bool:
-    """The same with the first row and settings that nobody has checked yet; whether that was possible."""
+    """The same with the first row and settings that nobody has checked yet; whether that was possible.
+
+    The user's code is imported in the other process only: what it starts would not survive the forks of this one.
+    """
+    answer = elsewhere(lambda: _first_answer(config)) or {}
+    if answer.get("mistake"):
+        raise RunError(answer["mistake"])
+    if answer.get("asked") and (told := _judged(answer["failure"], "image")):
+        print(f"warning: {told}", flush=True)
+    return answer.get("asked", False)
+
+
+def _first_answer(config: DictConfig) -> dict[str, Any]:
     from verl_omni.data.prompt_files import first_row
     from verl_omni.data.prompt_rows import as_sample
 
@@ -68,19 +84,22 @@ def try_first(config: DictConfig) -> bool:
     own = OmegaConf.select(config, "reward.custom_reward_function.path")
     libraries = OmegaConf.select(config, "actor_rollout_ref.model.external_lib")  # which may make anything
     if not own or not files or libraries or OmegaConf.select(config, "algorithm.sample_source") == "offline":
-        return False
-    function = RewardFunction.of(config.reward.custom_reward_function, config.reward.timeout)
+        return {}
+    try:
+        function = RewardFunction.of(config.reward.custom_reward_function, config.reward.timeout)
+    except (OSError, ValueError) as error:
+        return {"mistake": str(error)}
     pictures = {*PICTURE, *(f"{name}s" for name in PICTURE)}
     if not pictures >= {*function.wanted} & {*GIVEN, *GIVEN_MANY}:  # the model has to be asked what it makes
-        return False
+        return {}
+    if set(function.wanted) & set(SERVICES):
+        return {}
     try:
         row, columns = first_row(files, "data.train_files")
         sample = as_sample(row, columns, config.data.prompt_key)
     except (OSError, ValueError, KeyError, StopIteration, AttributeError):
-        return False  # the checks will say what is wrong with them
-    if told := try_reward(config, sample, function=function):
-        print(f"warning: {told}", flush=True)
-    return True
+        return {}  # the checks will say what is wrong with them
+    return {"asked": True, "failure": _failure(config, sample, "image", function)}
 
 
 def scored_kind(config: DictConfig) -> str:
@@ -146,8 +165,8 @@ def silence() -> Any:
     return Sound(torch.zeros(1, RATE), RATE)
 
 
-def ask_elsewhere(function: RewardFunction, samples: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """{"kind": what it raised, "said": in one line} in a process of its own; None where it answered, or not in time."""
+def elsewhere(ask: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Its answer in a process of its own; None too where there was none in time."""
     reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -160,7 +179,7 @@ def ask_elsewhere(function: RewardFunction, samples: list[dict[str, Any]]) -> di
                 os.dup2(nowhere, stream)
             if torch := sys.modules.get("torch"):
                 torch.set_num_threads(1)  # threads of OpenMP do not survive a fork
-            os.write(writer, json.dumps(_failure(function, samples)).encode())
+            os.write(writer, json.dumps(ask()).encode())
         finally:
             os._exit(0)
     os.close(writer)
@@ -172,7 +191,9 @@ def ask_elsewhere(function: RewardFunction, samples: list[dict[str, Any]]) -> di
     return json.loads(told) if told else None
 
 
-def _failure(function: RewardFunction, samples: list[dict[str, Any]]) -> dict[str, Any] | None:
+def _failure(config: DictConfig, row: dict[str, Any], kind: str, function: RewardFunction) -> dict[str, Any] | None:
+    """{"kind": what it raised, "said": in one line}; None where it answered."""
+    samples = [unmade(config, row, kind, function)] * (2 if function.batched else 1)
     try:
         asyncio.run(function.score(samples))
     except RewardError as error:
