@@ -18,7 +18,9 @@ def main() -> None:
     from verl_omni.config.model import read_architecture
     from verl_omni.testing.tiny_random import build_tiny_random
     from verl_omni.utils.hub import model_folder
+    from verl_omni.workers.engine.module import quiet_loading
 
+    quiet_loading()
     try:
         source = model_folder(options.model, weights=False, setting="MODEL")
         model = read_architecture(source) if Path(source).expanduser().is_dir() else options.model
