@@ -1,6 +1,7 @@
 """`verl-omni score`: a reward on images that are there."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -145,3 +146,8 @@ def test_the_grid_of_a_folder_that_sample_wrote_is_no_sample(images, monkeypatch
     (images / "images/samples.jsonl").write_text("")
     assert run(monkeypatch, "--function", "mine.py", "images", "--ground-truth", "x") == 0
     assert "grid.png" not in capsys.readouterr().out
+
+
+def test_nobody_who_tries_a_function_waits_for_verl():
+    code = "import sys, verl_omni.rewards.by_hand; print(sorted({'ray', 'verl', 'transformers'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -15,9 +15,9 @@ from reward_servers import answering, picture
 
 from verl_omni.rewards import check_settings, make_scorer
 from verl_omni.rewards.choice import Choice
-from verl_omni.rewards.image_manager import as_reward_function
 from verl_omni.rewards.reward_function import RewardError
 from verl_omni.rewards.scorers.vlm_judge import TEMPLATES, find_json, find_number
+from verl_omni.rewards.scoring import as_reward_function
 from verl_omni.rewards.serving.client import RewardServerError
 from verl_omni.utils.responses import KINDS, Sound, VideoWithSound
 

@@ -6,7 +6,9 @@ from verl_omni.data.pair_options import parser
 def main() -> None:
     options = parser().parse_args()
     from verl_omni.data.prepare_offline_dpo import run
+    from verl_omni.workers.engine.module import quiet_loading
 
+    quiet_loading()
     run(options)
 
 

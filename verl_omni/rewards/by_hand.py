@@ -11,7 +11,7 @@ from typing import Any
 from verl_omni.rewards.choice import Choice, combine, weighted
 from verl_omni.rewards.registry import reads
 from verl_omni.rewards.reward_function import RewardError, RewardFunction
-from verl_omni.rewards.scoring import Scoring
+from verl_omni.rewards.scoring import Scoring, as_reward_function
 from verl_omni.utils.json_files import read_lines
 from verl_omni.utils.responses import read_response
 
@@ -156,8 +156,6 @@ def opened_response(sample: Sample) -> Any:
 
 
 def as_functions(choices: Mapping[str, Choice]) -> dict[str, RewardFunction]:
-    from verl_omni.rewards.image_manager import as_reward_function
-
     return {label: as_reward_function(None, choice) for label, choice in choices.items()}
 
 

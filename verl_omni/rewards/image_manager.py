@@ -1,7 +1,6 @@
 """Rewards for what a model makes: images, videos, sounds, texts."""
 
 import asyncio
-import inspect
 from typing import Any
 
 import torch
@@ -14,10 +13,8 @@ import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platf
 from verl_omni.rewards.choice import OWN, Choice, combine, read_choices, rewards_of, weighted
 from verl_omni.rewards.judge import with_judge
 from verl_omni.rewards.pairwise import Comparisons, beside
-from verl_omni.rewards.registry import LoadedOnce, get_reward_fn
 from verl_omni.rewards.reward_function import RewardError, RewardFunction
-from verl_omni.rewards.scoring import Failures, Scoring
-from verl_omni.utils.secrets import revealed
+from verl_omni.rewards.scoring import Failures, Scoring, as_reward_function, described
 
 
 @register("image")
@@ -127,19 +124,3 @@ class ImageRewardManager(RewardManagerBase):
     @classmethod
     def assemble_rm_scores(cls, data: DataProto, scores: list[float]) -> torch.Tensor:
         return torch.tensor(scores, dtype=torch.float32).unsqueeze(-1)
-
-
-def as_reward_function(compute_score: Any, choice: Choice) -> RewardFunction:
-    """The user's function, or the registered reward with its settings."""
-    if isinstance(compute_score, RewardFunction):
-        return compute_score
-    if compute_score is not None:
-        return RewardFunction(compute_score, getattr(compute_score, "__name__", "compute_score"))
-    function, settings = get_reward_fn(choice.name), revealed(dict(choice.settings), f"reward.scorers.{choice.label}")
-    if inspect.isclass(function):
-        return RewardFunction(LoadedOnce(function, settings), described(choice.label))
-    return RewardFunction(function, described(choice.label), settings)
-
-
-def described(label: str) -> str:
-    return f'"{label}"'

@@ -1,12 +1,16 @@
 """One reward of a run: its calls gathered into batches, tried again where they fail, and counted."""
 
 import asyncio
+import inspect
 import random
 from collections.abc import Hashable
 from typing import Any
 
+from verl_omni.rewards.choice import Choice
+from verl_omni.rewards.registry import LoadedOnce, get_reward_fn
 from verl_omni.rewards.reward_function import RewardError, RewardFunction
 from verl_omni.utils.batcher import Batcher
+from verl_omni.utils.secrets import revealed
 
 FIRST_PAUSE = 0.2  # seconds before a failed call is tried again; twice as long each further time
 
@@ -100,3 +104,19 @@ class Failures:
             raise error
         if count >= self.most:
             raise RewardError(f"{error}; so it went for {count} prompts in a row (reward.max_failures={self.most})")
+
+
+def as_reward_function(compute_score: Any, choice: Choice) -> RewardFunction:
+    """The user's function, or the registered reward with its settings."""
+    if isinstance(compute_score, RewardFunction):
+        return compute_score
+    if compute_score is not None:
+        return RewardFunction(compute_score, getattr(compute_score, "__name__", "compute_score"))
+    function, settings = get_reward_fn(choice.name), revealed(dict(choice.settings), f"reward.scorers.{choice.label}")
+    if inspect.isclass(function):
+        return RewardFunction(LoadedOnce(function, settings), described(choice.label))
+    return RewardFunction(function, described(choice.label), settings)
+
+
+def described(label: str) -> str:
+    return f'"{label}"'

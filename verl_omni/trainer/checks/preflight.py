@@ -228,9 +228,9 @@ def check_rewards(config: DictConfig) -> None:
     from verl_omni.rewards import check_package, check_settings, get_reward_fn
     from verl_omni.rewards.choice import OWN, read_choices, rewards_of, weighted
     from verl_omni.rewards.differentiable import check_differentiable
-    from verl_omni.rewards.image_manager import as_reward_function
     from verl_omni.rewards.judge import with_judge
     from verl_omni.rewards.reward_loop import load_custom_reward_function
+    from verl_omni.rewards.scoring import as_reward_function
     from verl_omni.trainer.checks.reward_trial import made_kind, scored_kind
     from verl_omni.utils.responses import KINDS
     from verl_omni.utils.responses import check_package as check_written
