@@ -11,8 +11,8 @@ from tiny_scorers import clip_folder, pictures
 
 from verl_omni.rewards import check_settings, make_scorer
 from verl_omni.rewards.choice import Choice
-from verl_omni.rewards.image_manager import as_reward_function
 from verl_omni.rewards.images import pictures_of
+from verl_omni.rewards.scoring import as_reward_function
 from verl_omni.utils.errors import RunError
 
 
