@@ -18,24 +18,32 @@ from typing import Any
 from benchmarks.compare_algorithms import ACTOR, ROLLOUT, curve
 from benchmarks.local_runs import Job, import_everything, run_all
 from benchmarks.staleness import quickstart_settings
+from verl_omni.utils.run_files import read_metrics
 
 LR, SCHEDULE, EMA = f"{ACTOR}.optim.lr", f"{ACTOR}.optim.lr_scheduler_type", f"{ACTOR}.ema_decay"
+EXACT = "val-aux/ocr_line/exact/mean@1"
 SHIPPED = "as shipped"
+
+
+def recipe(lr: str, schedule: str, average: float, *more: str) -> list[str]:
+    return [f"{LR}={lr}", f"{SCHEDULE}={schedule}", f"{EMA}={average}", *more]
+
+
 RECIPES: dict[str, list[str]] = {
     SHIPPED: [],
-    "moving average": [f"{EMA}=0.9"],
-    "to 0": [f"{SCHEDULE}=cosine"],
-    "to 0, moving average": [f"{SCHEDULE}=cosine", f"{EMA}=0.9"],
-    "3e-4 to 0, moving average": [f"{LR}=3e-4", f"{SCHEDULE}=cosine", f"{EMA}=0.9"],
-    "4e-4 to 0, moving average": [f"{LR}=4e-4", f"{SCHEDULE}=cosine", f"{EMA}=0.9"],
-    "3e-4 to 0, moving average, clip 4e-3": [
-        f"{LR}=3e-4", f"{SCHEDULE}=cosine", f"{EMA}=0.9", f"{ACTOR}.diffusion_loss.clip_ratio=4e-3",
-    ],
-    "3e-4 to 0, moving average, n 24": [
-        f"{LR}=3e-4", f"{SCHEDULE}=cosine", f"{EMA}=0.9",
-        "data.train_batch_size=4", f"{ROLLOUT}.n=24", f"{ACTOR}.ppo_mini_batch_size=2",
-    ],
-}  # fmt: skip
+    "2e-4, constant": recipe("2e-4", "constant", 0),
+    "2e-4, moving average": recipe("2e-4", "constant", 0.9),
+    "2e-4 to 0": recipe("2e-4", "cosine", 0),
+    "2e-4 to 0, moving average": recipe("2e-4", "cosine", 0.9),
+    "3e-4 to 0, moving average": recipe("3e-4", "cosine", 0.9),
+    "4e-4 to 0, moving average": recipe("4e-4", "cosine", 0.9),
+    "3e-4 to 0, moving average, clip 4e-3": recipe(
+        "3e-4", "cosine", 0.9, f"{ACTOR}.diffusion_loss.clip_ratio=4e-3"
+    ),
+    "3e-4 to 0, moving average, n 24": recipe(
+        "3e-4", "cosine", 0.9, "data.train_batch_size=4", f"{ROLLOUT}.n=24", f"{ACTOR}.ppo_mini_batch_size=2"
+    ),
+}
 Scores = dict[int, float]
 
 
@@ -59,7 +67,9 @@ def train(recipe: str, seed: int, out: str, steps: int, more: list[str]) -> dict
     local_trainer(local_config(given)).fit()
     found = curve(run_dir)
     scores = {step: round(score, 4) for step, (score, _, _) in found.items()}
-    return {"recipe": recipe, "seed": seed, "settings": more, "scores": scores, "seconds": found[max(found)][2]}
+    exact = {row["step"]: row["data"][EXACT] for row in read_metrics(run_dir / "metrics.jsonl") if EXACT in row["data"]}
+    told = {"recipe": recipe, "seed": seed, "settings": [*RECIPES[recipe], *more], "scores": scores, "exact": exact}
+    return told | {"seconds": found[max(found)][2]}
 
 
 def run(recipes: list[str], seeds: list[int], options: argparse.Namespace, more: list[str]) -> dict[str, list[Scores]]:
