@@ -73,7 +73,7 @@ class _LocalWorkers:
         if config.actor_rollout_ref.hybrid_engine:
             self.rollouts, servers = EmbeddedRollouts(self.actor_wg, self.layout), [_Handle(worker)]
         else:
-            worker.trajectories = _LocalTrajectories()
+            worker.trajectories = _LocalTrajectories(worker.trajectories.on_host)
             count = config.actor_rollout_ref.rollout.n_gpus_per_node or 1
             engine = server_class(config.actor_rollout_ref.rollout.name)
             local = type(f"Local{engine.__name__}", (_LocalServer, engine), {})
