@@ -190,7 +190,7 @@ TABLE = [
     Architecture(
         "LTX2Pipeline",
         guided={"guidance_scale": 3.0, "audio_guidance_scale": 2.0},
-        plain={"guidance_scale": 1.0},
+        plain={"guidance_scale": 1.0, "audio_guidance_scale": 1.0},
         both={"num_frames": 5, "frame_rate": 25.0},
         sizes=[{"height": 32, "width": 64}, {"height": 64, "width": 32}],
         asked=as_video_with_sound,
@@ -198,7 +198,7 @@ TABLE = [
     Architecture(
         "LTX2ImageToVideoPipeline",
         guided={"guidance_scale": 3.0, "audio_guidance_scale": 2.0},
-        plain={"guidance_scale": 1.0},
+        plain={"guidance_scale": 1.0, "audio_guidance_scale": 1.0},
         both={"num_frames": 5, "frame_rate": 25.0},
         sizes=[{"height": 32, "width": 64}, {"height": 64, "width": 32}],
         images=[[picture(8, 8, 0)], [picture(4, 8, 1)], [picture(8, 8, 3)]],
