@@ -169,11 +169,10 @@ def test_what_is_tried_takes_the_mask_of_a_shorter_prompt(kernel):
     """diffusers refuses one with some kernels, whatever the device; what the device lacks is for the trial to find."""
     module = transformer("QwenImagePipeline")
     choose_attention(module, kernel)
-    block = repeated_blocks(module)[0]
-    width = block.attn.to_q.in_features
-    shorter = torch.tensor([[True, True, True, True, True, True, False]])[:, None, None]
+    image, text = torch.ones(1, 4, module.config.in_channels), torch.ones(1, 3, module.config.joint_attention_dim)
+    shorter = torch.tensor([[True, True, False]])
     with contextlib.suppress(RuntimeError):  # not on a CPU
-        block.attn(torch.ones(1, 4, width), torch.ones(1, 3, width), attention_mask=shorter)
+        module(image, text, shorter, torch.ones(1), img_shapes=[[(1, 2, 2)]])
 
 
 def test_a_language_model_is_not_asked_for_a_diffusion_transformer(monkeypatch):
