@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ranks import start_ranks
 from safetensors.torch import load_file, save_file
 from test_texts import batch, requests, rewriter
+from tiny_language_model import language_model_folder
 
 from verl_omni.workers.columns import Ragged
 
@@ -27,6 +28,7 @@ def learned(rows: list[int]) -> tuple[list[str], dict[str, float], torch.Tensor]
 
 
 def rank_main(rank: int, folder: str) -> None:
+    language_model_folder()  # each its own: of several ranks, newer transformers let only the first write
     dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(os.path.join(folder, "store"), 2))
     texts, metrics, weights = learned([0, 1] if rank == 0 else [2, 3])
     save_file({"weights": weights}, os.path.join(folder, f"{rank}.safetensors"))
