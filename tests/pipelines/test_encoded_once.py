@@ -48,7 +48,7 @@ def texts(found: Counter) -> dict[str, int]:
     return {name: count for name, count in found.items() if name in TEXT}
 
 
-OFTEN = ("QwenImagePipeline", "StableDiffusion3Pipeline", "QwenImageEditPlusPipeline", "FluxKontextPipeline")
+OFTEN = ("QwenImagePipeline", "QwenImageEditPlusPipeline", "FluxKontextPipeline")
 
 
 @pytest.mark.parametrize("row", [as_param(row) if row.name in OFTEN else slow(row) for row in TABLE])

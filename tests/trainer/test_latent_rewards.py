@@ -52,7 +52,12 @@ def config(folder, *overrides: str, reward: str = REWARD):
 POOL = (f"{A}rollout.pool.size=6", f"{A}rollout.pool.num_inference_steps=2")
 
 
-@pytest.mark.parametrize("more", [(), POOL, ("trainer.mode=separate",)], ids=["embedded", "pool", "server"])
+WAYS = {"embedded": (), "pool": POOL, "server": ("trainer.mode=separate",)}
+
+
+@pytest.mark.parametrize(
+    "more", [pytest.param(m, id=w, marks=[pytest.mark.slow] if w == "pool" else []) for w, m in WAYS.items()]
+)
 def test_training_samples_are_not_decoded_and_validation_is_shown(tmp_path, process_group, decoded, more):
     folder = tmp_path / "a"
     local_trainer(config(folder, INPUT, *more)).fit()
@@ -82,6 +87,7 @@ def test_an_agent_loop_of_ones_own_may_look(tmp_path, process_group, decoded):
     assert decoded["images"] == 8
 
 
+@pytest.mark.slow  # two runs
 def test_what_is_drawn_and_trained_does_not_depend_on_it(tmp_path, process_group, decoded):
     """A reward that looks at neither: all numbers of both runs are the same."""
     blind = "def compute_score(prompts):\n    return list(range(len(prompts)))\n"
