@@ -162,6 +162,18 @@ def test_kernels_are_kept_in_the_users_cache_folder(tmp_path, monkeypatch, capsy
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/mine" and not capsys.readouterr().err
 
 
+def test_what_torch_chooses_when_it_is_imported_is_nobodys_choice(tmp_path):
+    """`import torch._dynamo` names its own folder below /tmp, and every worker has imported it by then."""
+    code = "import os, torch._dynamo as d; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])\n"
+    code += "from verl_omni.workers.engine.compile.blocks import choose_cache as c; c(); c()\n"
+    code += "print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+    environ = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"}
+    environ |= {"XDG_CACHE_HOME": str(tmp_path)}
+    made = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    before, after = made.stdout.split()
+    assert before != after == str(tmp_path / "verl_omni/inductor")
+
+
 def test_a_cache_folder_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys, nothing_chosen):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

@@ -48,7 +48,9 @@ def choose_cache() -> None:
     What is found there runs, so it has to be a folder that nobody else writes to. Where there can be none, it is /tmp
     after all.
     """
-    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir()) != default_cache_dir():  # torch sets its own too
         return
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl_omni" / "inductor"
     try:
