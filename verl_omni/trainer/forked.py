@@ -120,7 +120,9 @@ def wait_and_become(listening: socket.socket) -> Callable[[], Any]:
     """In each fork, what it is to run."""
     die_with_parent()
     progress.report_to_nobody()
-    logging.root.handlers.clear()  # Hydra's
+    if hydra := sys.modules.get("hydra.core.global_hydra"):  # which has composed the driver's configuration
+        hydra.GlobalHydra.instance().clear()
+    logging.root.handlers.clear()
     logging.root.setLevel(logging.WARNING)
     here = dict(os.environ)
     for library in FOR_MODELS:
