@@ -198,31 +198,3 @@ def test_nobody_else_writes_where_kernels_are_found(tmp_path, monkeypatch, capsy
     choose_cache()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder / "inductor") and not capsys.readouterr().err
     assert folder.stat().st_mode & 0o777 == 0o755
-
-
-ONE_START = """
-import torch
-from torch._dynamo.utils import counters
-from verl_omni.workers.engine.compile.blocks import choose_cache
-choose_cache()
-found = torch.compile(lambda x: torch.nn.functional.layer_norm(x, (64,)).tanh().sum(1))(torch.ones(8, 64))
-assert found.eq(0).all()
-print(counters["inductor"]["fxgraph_cache_miss"], counters["aot_autograd"]["autograd_cache_hit"])
-"""
-
-
-@pytest.mark.slow  # a real compiler, in four processes
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles for a CPU with g++")
-def test_starts_at_the_same_time_share_a_folder_and_the_next_one_compiles_nothing(
-    tmp_path, monkeypatch, quick_compiler, nothing_chosen
-):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-    def start() -> subprocess.Popen:
-        return subprocess.Popen([sys.executable, "-c", ONE_START], stdout=subprocess.PIPE, text=True)
-
-    for several in ([start() for _ in range(3)], [start()]):
-        told = [one.communicate(timeout=200)[0].split() for one in several]
-        assert [one.returncode for one in several] == [0] * len(several)
-    assert told == [["0", "1"]]
-    assert (tmp_path / "cache/verl_omni/inductor").is_dir()
