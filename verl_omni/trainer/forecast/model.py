@@ -126,6 +126,8 @@ class ModelCosts:
         """Of latents to what is seen or heard. The decoder as it is written: compiled it takes less."""
         with self.gpu.here(), torch.no_grad():
             latents = torch.empty(rows, *self.latents.shape[1:])
+            conditions = {name: torch.empty(rows, *value.shape[1:]) for name, value in self.conditions.items()}
+            latents = self.adapter.whole_latents(latents, conditions)  # with those that a prompt gives
             with LiveBytes() as live:
                 decoded = self.adapter.decode_latents(self.pipe, latents, self.config)
                 several = isinstance(decoded, tuple)
