@@ -8,12 +8,14 @@ from verl_omni.pipelines.vllm_omni import installed
 NAMES = (
     "QwenImagePipeline", "QwenImageEditPlusPipeline", "StableDiffusion3Pipeline", "FluxPipeline", "Flux2Pipeline",
     "Flux2KleinPipeline", "ZImagePipeline", "WanPipeline", "WanPipeline-2.2",
+    "WanImageToVideoPipeline", "WanImageToVideoPipeline-2.2", "WanImageToVideoPipeline-TI2V",
+    "GlmImagePipeline",
 )  # fmt: skip
 
 if not installed():  # test_installed.py says so
     collect_ignore_glob = ["test_[!i]*.py"]
 else:
-    from test_architectures import small_references  # noqa: F401  (for every test here)
+    from test_architectures import mended_upstream, small_references  # noqa: F401  (for every test here)
 
 
 @pytest.fixture(scope="module", params=NAMES)

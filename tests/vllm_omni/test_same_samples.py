@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from test_architectures import PROMPTS, as_batch, config, draw, picture, rollout, training_engine, upstream
+from test_architectures import (
+    PROMPTS,
+    as_batch,
+    config,
+    draw,
+    picture,
+    rollout,
+    training_engine,
+    upstream,
+    without_given,
+)
 from test_encoded_once import counted, texts
 from vllm_cases import ask, assert_same
 
@@ -19,7 +29,8 @@ def test_without_noise_it_is_diffusers(served, cfg):
     tolerance = 5e-5 if cfg else 1e-5  # guidance multiplies what two passes differ by
     for i, output in enumerate(outputs):
         latents, pixels = draw(upstream(row.name), row, i, cfg)
-        torch.testing.assert_close(output.trajectory["final_latents"][None], latents, atol=tolerance, rtol=1e-5)
+        both = without_given(output, output.trajectory["final_latents"][None], latents)
+        torch.testing.assert_close(*both, atol=tolerance, rtol=1e-5)
         assert (output.response - pixels[0] * 255).abs().max() < 1
         assert set(output.trajectory) == {"final_latents", "size", "noise_level"}
 

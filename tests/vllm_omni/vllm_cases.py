@@ -43,7 +43,8 @@ def ask(
             own = {name: value[i] if isinstance(value, list) else value for name, value in params.items()}
             own = shared | {"seed": i, "position": (i, len(prompts))} | own
             seen = images and images[i % len(images)]
-            ids, negative = (adapter.tokenize(tokenizers, text, SEQUENCE, seen) for text in (prompt, row.negative))
+            ids = adapter.tokenize(tokenizers, prompt, SEQUENCE, seen)
+            negative = adapter.tokenize_negative(tokenizers, row.negative, SEQUENCE, seen)
             calls.append(engine.generate(ids, own, str(i), image_data=seen, negative_prompt_ids=negative))
         return await asyncio.wait_for(asyncio.gather(*calls), GUARD)
 

@@ -21,9 +21,11 @@ _BUILTIN: dict[str, str] = {
     "Flux2KleinPipeline": "verl_omni.pipelines.flux2.vllm_omni_rollout_adapter",
     "Flux2Pipeline": "verl_omni.pipelines.flux2.vllm_omni_rollout_adapter",
     "FluxPipeline": "verl_omni.pipelines.flux.vllm_omni_rollout_adapter",
+    "GlmImagePipeline": "verl_omni.pipelines.glm_image.vllm_omni_rollout_adapter",
     "QwenImageEditPlusPipeline": "verl_omni.pipelines.qwen_image_edit_plus.vllm_omni_rollout_adapter",
     "QwenImagePipeline": "verl_omni.pipelines.qwen_image.vllm_omni_rollout_adapter",
     "StableDiffusion3Pipeline": "verl_omni.pipelines.sd3.vllm_omni_rollout_adapter",
+    "WanImageToVideoPipeline": "verl_omni.pipelines.wan_image_to_video.vllm_omni_rollout_adapter",
     "WanPipeline": "verl_omni.pipelines.wan.vllm_omni_rollout_adapter",
     "ZImagePipeline": "verl_omni.pipelines.z_image.vllm_omni_rollout_adapter",
 }

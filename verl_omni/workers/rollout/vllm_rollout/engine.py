@@ -44,7 +44,8 @@ class VllmOmniRollout(BatchedRollout):
         self.engine = build_engine(config, model_config, dtype, compiled)
         pipeline = self.engine.pipeline
         for name in pipeline._encoder_modules:
-            cast_parameters(getattr(pipeline, name), dtype)
+            if getattr(pipeline, name) is not None:  # Wan's first frames have a CLIP in some models only
+                cast_parameters(getattr(pipeline, name), dtype)
         self.drawer = pipeline.drawer = Drawer(
             model_config,
             pipeline,
