@@ -14,7 +14,7 @@ from PIL import Image
 
 from verl_omni.agent_loop.outputs import written
 from verl_omni.report.galleries import SHOWN, best_and_worst, read_samples
-from verl_omni.rewards.by_hand import open_pixels
+from verl_omni.rewards.by_hand import Sample, opened_response
 from verl_omni.rewards.reward_function import RewardError
 from verl_omni.trainer.checks.reward_trial import TRIED
 from verl_omni.utils import movies
@@ -27,6 +27,7 @@ from verl_omni.utils.responses import (
     VideoWithSound,
     check_package,
     kind_of,
+    read_response,
     write_response,
 )
 from verl_omni.workers.rollout.base import RolloutOutput
@@ -151,7 +152,7 @@ def test_a_video_is_an_mp4_file(tmp_path, pixels):
     assert base64.b64decode(answered["b64_json"])[4:8] == b"ftyp"
     player = SHOWN["video"](tmp_path / "one.mp4", "step 1")
     assert "<video " in player and 'poster="data:image/png' in player and "<polygon" not in player
-    opened = open_pixels(tmp_path / "one.mp4")  # as `verl-omni score` does
+    opened = read_response(tmp_path / "one.mp4")  # as `verl-omni score` does
     torch.testing.assert_close(opened, RAMPED / 255, atol=3 / 255, rtol=0)
 
 
@@ -162,10 +163,10 @@ def test_without_the_package_that_writes_mp4_a_video_is_an_animation(tmp_path, m
         assert (moving.n_frames, moving.info["duration"]) == (5, 120)  # in hundredths of a second
     assert (as_json(RAMPED)["kind"], as_json(RAMPED)["format"]) == ("video", "gif")
     assert SHOWN["video"](tmp_path / "one.gif", "step 1").startswith('<img alt="step 1" src="data:image/gif')
-    assert open_pixels(tmp_path / "one.gif").shape == (5, 3, 34, 48)
+    assert read_response(tmp_path / "one.gif").shape == (5, 3, 34, 48)
     (tmp_path / "other.mp4").write_bytes(b"\0\0\0\x18ftypmp42")
     with pytest.raises(RewardError, match=r"with the package av, .*: pip install 'verl-omni\[video\]'"):
-        open_pixels(tmp_path / "other.mp4")
+        opened_response(Sample(tmp_path / "other.mp4"))
 
 
 def test_a_video_that_is_cut_off_is_one_line(tmp_path):
