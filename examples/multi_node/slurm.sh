@@ -24,6 +24,7 @@ ray start --head --node-ip-address "${address%:*}" --port "${address#*:}" --incl
 nodes=$!
 if [ "$SLURM_NNODES" -gt 1 ]; then
   srun --nodes=$((SLURM_NNODES - 1)) --ntasks=$((SLURM_NNODES - 1)) --exclude="$SLURMD_NODENAME" \
+    --cpus-per-task="$SLURM_CPUS_PER_TASK" \
     bash -c "until ray start --address $address --block; do sleep 5; done" &
   nodes="$nodes $!"
 fi

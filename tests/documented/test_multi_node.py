@@ -32,6 +32,8 @@ def test_the_script_is_one_that_bash_and_slurm_read():
     options = [line for line in lines if line.startswith("#SBATCH")]
     assert lines[1 : 1 + len(options)] == options, "sbatch reads none after the first command"
     assert all(re.fullmatch(r"#SBATCH --[a-z-]+(=\S+)?", option) for option in options)
+    (srun,) = re.findall(r"^ *srun .*?[^\\]$", script.read_text(), re.M | re.S)
+    assert '--cpus-per-task="$SLURM_CPUS_PER_TASK"' in srun, "from 22.05 on srun does not take over the job's own"
 
 
 def test_the_job_has_fields_that_kuberay_knows():

@@ -126,7 +126,8 @@ def test_slurm_starts_ray_on_its_nodes_and_the_run(here):
         (here / "bin" / name).chmod(0o755)
     script = ROOT / "examples/multi_node/slurm.sh"
     environment = users_environment() | {
-        "SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "2", "SLURMD_NODENAME": "one", "HOME": str(here),
+        "SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "2", "SLURMD_NODENAME": "one",
+        "SLURM_CPUS_PER_TASK": "1", "HOME": str(here),
         "PATH": f"{here / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": f"{here}:{ROOT}",
     }  # fmt: skip
     environment.pop("RAY_TMPDIR", None)
