@@ -56,11 +56,17 @@ class Run:
     def report(self) -> Path:
         return self.folder / "report.html"
 
-    def images(self, step: int | None = None) -> list["Image"]:
-        """Validation's images after a step (by default the last one), in the order of the prompts."""
+    def images(self, step: int | None = None) -> list["Image | list[Image]"]:
+        """Validation's images after a step (by default the last one), in the order of the prompts.
+
+        A video is a list of its frames, as `sample` gives it.
+        """
         from PIL import Image
 
-        return [Image.open(path) for _, path in self._shown(step)]
+        from verl_omni.utils.image_files import frames_in
+
+        files = [path for _, path in self._shown(step)]
+        return [list(frames_in(path)) if path.suffix in (".mp4", ".gif") else Image.open(path) for path in files]
 
     def sample(
         self,
@@ -70,8 +76,8 @@ class Run:
         checkpoint: str | Path | None = None,
         device: str | None = None,
         **settings: Any,
-    ) -> list["Image"]:
-        """Images (or `verl_omni.utils.responses.Sound` ...) of prompts with the trained weights, for each one a seed.
+    ) -> list[Any]:
+        """Images (or `verl_omni.utils.responses.Sound` ...) with the trained weights, one for each prompt and seed.
 
         `checkpoint` is `run.best` or any other (by default the last one), `settings` are fields of `rollout.pipeline`,
         such as `height`; by default they are those of the run's validation.
