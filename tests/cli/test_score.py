@@ -81,7 +81,7 @@ BAD = {
     "setting of none": (["--scorer", "ocr", "--set", "ocrr.n=1", "images"], "there is no --scorer ocrr"),
     "no setting": (["--scorer", "ocr", "--set", "threads", "images"], "expected SCORER.SETTING=VALUE"),
     "not there": (["--scorer", "ocr", "nowhere"], "nowhere is not there"),
-    "lines": (["--function", "mine.py", "images", "--prompts", "mine.py"], "lines for 3 images: expected one for each"),
+    "lines": (["--function", "mine.py", "images", "--prompts", "mine.py"], "lines for 3 files: expected one for each"),
     "empty": (["--function", "mine.py", "empty"], "empty holds no image"),
     "no sample": (["--function", "mine.py", "--samples", "mine.py"], "mine.py, line 2 is no JSON: Expecting value"),
     "no pair": (["--function", "mine.py", "images/0.png", "--pairs", "p"], "there is no pair to write"),
@@ -116,7 +116,7 @@ def test_added_up_as_a_run_would(images, monkeypatch, capsys):
     lines = [json.loads(line) for line in (images / "out.jsonl").read_text().splitlines()]
     assert [line["score"]["score"] for line in lines] == pytest.approx([0.4, 2.35, 0.8])
     shown = capsys.readouterr().out
-    assert shown.splitlines()[0].split() == ["image", "score", "test_level", "test_half"]
+    assert shown.splitlines()[0].split() == ["file", "score", "test_level", "test_half"]
     assert shown.index("1.png") < shown.index("2.png") < shown.index("0.png")
 
 
@@ -151,3 +151,13 @@ def test_the_grid_of_a_folder_that_sample_wrote_is_no_sample(images, monkeypatch
 def test_nobody_who_tries_a_function_waits_for_verl():
     code = "import sys, verl_omni.rewards.by_hand; print(sorted({'ray', 'verl', 'transformers'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_texts_are_scored_and_shown(images, monkeypatch, capsys):
+    (images / "length.py").write_text("def compute_score(text):\n    return float(len(text))\n")
+    (images / "answer.txt").write_text("a <fox>")
+    (images / "samples.jsonl").write_text(json.dumps({"kind": "text", "file": "answer.txt", "prompt": "who?"}) + "\n")
+    assert run(monkeypatch, "--function", "length.py", "--samples", "samples.jsonl") == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["answer.txt", "7.0000"]
+    page = (images / "scores.html").read_text()
+    assert "<blockquote>a &lt;fox&gt;</blockquote>" in page and "<img" not in page and "1 files, the best first" in page

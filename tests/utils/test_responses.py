@@ -152,6 +152,8 @@ def test_a_video_is_an_mp4_file(tmp_path, pixels):
     assert base64.b64decode(answered["b64_json"])[4:8] == b"ftyp"
     player = SHOWN["video"](tmp_path / "one.mp4", "step 1")
     assert "<video " in player and 'poster="data:image/png' in player and "<polygon" not in player
+    (tmp_path / "TWO.MP4").write_bytes((tmp_path / "one.mp4").read_bytes())  # as cameras call it
+    assert SHOWN["video"](tmp_path / "TWO.MP4", "step 1") == player
     opened = read_response(tmp_path / "one.mp4")  # as `verl-omni score` does
     torch.testing.assert_close(opened, RAMPED / 255, atol=3 / 255, rtol=0)
 
@@ -165,7 +167,7 @@ def test_without_the_package_that_writes_mp4_a_video_is_an_animation(tmp_path, m
     assert SHOWN["video"](tmp_path / "one.gif", "step 1").startswith('<img alt="step 1" src="data:image/gif')
     assert read_response(tmp_path / "one.gif").shape == (5, 3, 34, 48)
     (tmp_path / "other.mp4").write_bytes(b"\0\0\0\x18ftypmp42")
-    with pytest.raises(RewardError, match=r"with the package av, .*: pip install 'verl-omni\[video\]'"):
+    with pytest.raises(RewardError, match=r"other.mp4 is read with the package av, .* 'verl-omni\[video\]'"):
         opened_response(Sample(tmp_path / "other.mp4"))
 
 

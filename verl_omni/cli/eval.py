@@ -71,6 +71,9 @@ def _run(options: argparse.Namespace) -> int:
         for sample, response in zip(samples, kept, strict=True):
             sample.response = response
         rewards.score(samples, options.batch_size)
+        for sample in samples:
+            sample.response = None
+        del kept  # the videos of two models may not fit either
         drawn.append(samples)
     failed = sum(sample.score(label) is None for samples in drawn for sample in samples for label in rewards.labels)
     print(comparison(drawn, names, rewards.labels))

@@ -6,7 +6,7 @@
     verl-omni score --function my_reward.py:compute_score images/ --prompt "a red cube"
     verl-omni score --scorers "[{name: ocr}, {name: aesthetic, weight: 0.1}]" images/ --ground-truth "OPEN"
 
-Prints a table and writes a page with the images, the best first. With --pairs it also writes the best and the worst
+Prints a table and writes a page with the files, the best first. With --pairs it also writes the best and the worst
 image of each prompt, as rows for `verl-omni prepare-pairs`.
 """
 
@@ -63,17 +63,17 @@ def _run(options: argparse.Namespace) -> int:
     rewards = read_rewards(options, "--set")
     samples, labels = _samples(options), rewards.labels
     rewards.check(samples, "give it with --prompt(s) and --ground-truth(s), or all of it with --samples")
-    with tqdm(total=len(samples) * (len(rewards.choices) + len(rewards.own)), unit="image") as bar:
+    with tqdm(total=len(samples) * (len(rewards.choices) + len(rewards.own)), unit="file") as bar:
         rewards.score(samples, options.batch_size, bar)
     order = sorted(samples, key=lambda s: (s.score(labels[0]) is None, -(s.score(labels[0]) or 0.0)))
     print(table(order, labels))
     tiles = [Tile(s.prompt, [Shot(s.file, s.file.name, shown(s, labels))], s.ground_truth) for s in order]
-    facts = f"{len(tiles)} images, the best first"
+    facts = f"{len(tiles)} files, the best first"
     print(f"Page: {write_contact_sheet(Path(options.out), ', '.join(labels), facts, tiles)}")
     if options.json:
         _write_lines(options.json, [_line(sample) for sample in samples])
     if options.pairs:
-        if other := next((s.file for s in samples if s.file.suffix in (".wav", ".mp4", ".txt")), None):
+        if other := next((s.file for s in samples if s.file.suffix.lower() in (".wav", ".mp4", ".txt")), None):
             raise ValueError(f"--pairs: {other} is no image, and `prepare-pairs` takes pairs of images")
         pairs = preference_pairs(samples, labels[0])
         if not pairs:
@@ -116,7 +116,7 @@ def _samples(options: argparse.Namespace) -> "list[Sample]":
     ):
         lines = [one] * len(samples) if file is None else Path(file).read_text(encoding="utf-8").splitlines()
         if len(lines) != len(samples):
-            raise ValueError(f"{file} has {len(lines)} lines for {len(samples)} images: expected one for each")
+            raise ValueError(f"{file} has {len(lines)} lines for {len(samples)} files: expected one for each")
         for sample, line in zip(samples, lines, strict=True):
             if line is not None:
                 setattr(sample, name, line)
@@ -124,9 +124,9 @@ def _samples(options: argparse.Namespace) -> "list[Sample]":
 
 
 def table(samples: "list[Sample]", labels: list[str]) -> str:
-    """Scores by image, the best first, and each reward's mean."""
+    """Scores by file, the best first, and each reward's mean."""
     width = max(5, *(min(len(s.file.name), 40) for s in samples[:SHOWN]))
-    lines = [f"{'image':<{width}}  " + "  ".join(f"{label:>14}" for label in labels)]
+    lines = [f"{'file':<{width}}  " + "  ".join(f"{label:>14}" for label in labels)]
     for sample in samples[:SHOWN]:
         scores = ("failed" if sample.score(label) is None else f"{sample.score(label):.4f}" for label in labels)
         lines.append(f"{sample.file.name[:width]:<{width}}  " + "  ".join(f"{score:>14}" for score in scores))

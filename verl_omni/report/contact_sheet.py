@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from verl_omni.report.assets import asset
-from verl_omni.report.pictures import picture_or_player, sound_player
+from verl_omni.report.galleries import SHOWN
 from verl_omni.utils.readable import readable
+
+KIND = {".wav": "sound", ".txt": "text"}  # all others are pictures, or move
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def _tile(tile: Tile) -> str:
 def _shown(file: Path, name: str) -> str:
     """No picture for a file that is none: what is wrong with it is said beside it."""
     try:
-        return sound_player(file, name) if file.suffix.lower() == ".wav" else picture_or_player(file, name)
+        return SHOWN[KIND.get(file.suffix.lower(), "image")](file, name)
     except ValueError:
         return f'<img alt="{name}" src="">'
 

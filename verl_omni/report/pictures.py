@@ -30,7 +30,7 @@ def data_uri(path: Path) -> str:
 
 def picture_or_player(path: Path, alt: str, more: str = "") -> str:
     """An image, or a video as mp4 or animation; `more` are attributes, each with a space behind it."""
-    if path.suffix == ".mp4":
+    if path.suffix.lower() == ".mp4":
         return movie_player(path, alt, more)
     return f'<img {more}alt="{alt}" src="{data_uri(path)}">'
 

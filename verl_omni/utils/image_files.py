@@ -37,13 +37,20 @@ def frames_in(path: str | Path) -> Iterator["Image"]:
             for frame in ImageSequence.Iterator(image):
                 yield frame.convert("RGB")
         return
-    if importlib.util.find_spec("av") is None:
-        raise ValueError(f"{path} is read with the package av, which is not installed: pip install 'verl-omni[video]'")
     from verl_omni.utils.movies import frames_of
 
+    with opened_mp4(path) as content:
+        yield from frames_of(content)
+
+
+@contextmanager
+def opened_mp4(path: str | Path) -> Iterator[bytes]:
+    """What is in an mp4 file. What its codec raises while it is looked at is a ValueError."""
+    if importlib.util.find_spec("av") is None:
+        raise ValueError(f"{path} is read with the package av, which is not installed: pip install 'verl-omni[video]'")
     with open_regular(path) as file:
         content = file.read()
     try:
-        yield from frames_of(content)
+        yield content
     except Exception as error:  # whatever a codec finds wrong with a file
         raise ValueError(f"{path} cannot be read as a video: {type(error).__name__}: {error}") from error

@@ -235,16 +235,11 @@ def _read_wav(path: Path) -> Sound:
 def _read_mp4(path: Path) -> "torch.Tensor | VideoWithSound":
     import torch
 
+    from verl_omni.utils.image_files import opened_mp4
     from verl_omni.utils.movies import frames_and_sound
-    from verl_omni.utils.regular_files import open_regular
 
-    check_package(KINDS["video with sound"])
-    with open_regular(path) as file:
-        content = file.read()
-    try:
+    with opened_mp4(path) as content:
         frames, frame_rate, heard = frames_and_sound(content)
-    except Exception as error:  # whatever a codec finds wrong with a file
-        raise ValueError(f"{path} cannot be read as a video: {type(error).__name__}: {error}") from error
     if heard is None:
         return _floats(frames)
     return VideoWithSound(frames, Sound(torch.from_numpy(heard[0]), heard[1]), frame_rate)
