@@ -5,18 +5,23 @@ Whole runs of them are in tests/e2e/test_interrupts.py and test_two_processes.py
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
+
+from verl_omni.cli import supervisor, train
+from verl_omni.trainer import forked
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
 
 # A driver that asks for one process after another, as Ray does, and for plain Python's in between.
 DRIVER = """
-import json, os, shlex, signal, subprocess, sys, threading
-from verl_omni.trainer import forked
+import json, os, select, shlex, signal, subprocess, sys, threading
+from verl_omni.trainer import ask_for_fork, forked
 
 forked.LIBRARIES, forked.FOR_MODELS = ("torch",), ("PIL.Image",)
 forked.import_libraries()
@@ -29,14 +34,35 @@ for name, (python, more) in json.loads(sys.argv[1]).items():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd="elsewhere")
     told[name] = [json.loads(done.stdout or "null"), done.stderr]
 
-asker = subprocess.Popen([*asks, "wait.py"], stdout=subprocess.PIPE, text=True)
-waiting = int(asker.stdout.readline())
+def wait():
+    asker = subprocess.Popen([*asks, "wait.py"], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    return asker, *map(int, asker.stdout.readline().split())
+
+asker, waiting, server = wait()
 watch = os.pidfd_open(waiting)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.killpg(0, signal.SIGINT)
+os.killpg(0, signal.SIGTERM)
+os.kill(server, signal.SIGTERM)
+other, another, same_server = wait()
+told["left by a Ctrl-C"] = server == same_server != os.getpid() and not select.select([watch], [], [], 0)[0]
 asker.kill()
-told["ended with who asked"] = bool(__import__("select").select([watch], [], [], 60)[0])
-asker = subprocess.Popen([*asks, "wait.py"], stdout=subprocess.PIPE, text=True)
-os.kill(int(asker.stdout.readline()), signal.SIGKILL)
-told["who asked has ended"] = asker.wait(60)
+told["ended with who asked"] = bool(select.select([watch], [], [], 60)[0])
+os.kill(another, signal.SIGKILL)
+told["who asked has ended"] = other.wait(60)
+
+def lines(*command, **more):
+    done = subprocess.run(command, env={**os.environ, **more}, capture_output=True, text=True, timeout=60)
+    return done.stdout, done.stderr
+
+told["killed first"] = lines("sh", "-c", f"echo 777 > /proc/self/oom_score_adj; exec {shlex.join(asks)} look.py")
+told["signals of a fork"] = lines(*asks, "signals.py")
+told["without the key"] = lines(*asks, "look.py", **{ask_for_fork.KEY: "0" * ask_for_fork.KEY_SIZE})
+told["no key at all"] = lines(*asks, "look.py", **{ask_for_fork.KEY: ""})
+told["no file"] = lines(*asks, "missing.py")
+key = os.environ[ask_for_fork.KEY]
+told["in sight"] = key in forked.command() or key in open("/proc/net/unix").read()
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 forked._name = None
 forked.prepare()
@@ -55,8 +81,18 @@ print(json.dumps({
     "loaded": loaded, "numbers": [random.random(), numpy.random.rand(), torch.rand(1).item(), os.getpid()],
 }))
 """
-WAIT = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n"
+WAIT = "import os, time\nprint(os.getpid(), os.getppid(), flush=True)\ntime.sleep(600)\n"
 ONE, HOME = {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "1", "HF_HOME": "/elsewhere"}
+
+# Whether it is a fork, what the kernel is told of it, and whether it knows the key.
+LOOK = """
+import os, sys
+print("torch" in sys.modules, open("/proc/self/oom_score_adj").read().strip(), "VERL_OMNI_FORK_KEY" in os.environ)
+"""
+SIGNALS = """
+import signal, sys
+print("torch" in sys.modules, *(signal.getsignal(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", "SIGHUP")))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +101,20 @@ def told(tmp_path_factory) -> dict:
     (folder / "elsewhere").mkdir()
     for place in (folder / "elsewhere", folder):
         (place / "tell.py").write_text(TELL)
-        (place / "wait.py").write_text(WAIT)
+    for name, text in {"wait.py": WAIT, "look.py": LOOK, "signals.py": SIGNALS}.items():
+        (folder / name).write_text(text)
     (folder / "driver.py").write_text(DRIVER)
     asked = {"started": ("python", ONE), "fork": ("fork", ONE), "another": ("fork", ONE), "home": ("fork", HOME)}
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
     done = subprocess.run(
-        [sys.executable, "driver.py", json.dumps(asked)], cwd=folder, env=environment, capture_output=True, text=True
+        [sys.executable, "driver.py", json.dumps(asked)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        start_new_session=True,  # it sends signals to all of it
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -93,6 +136,56 @@ def test_python_is_started_where_a_library_may_have_read_a_variable(told):
 
 def test_a_fork_and_who_asked_for_it_end_together(told):
     assert told["ended with who asked"] and told["who asked has ended"] == 0
+
+
+def test_a_ctrl_c_is_for_the_driver(told):
+    assert told["left by a Ctrl-C"]
+
+
+def test_signals_do_to_a_fork_what_they_do_to_a_started_process(told, tmp_path):
+    (tmp_path / "signals.py").write_text(SIGNALS)
+    started = subprocess.check_output([sys.executable, "signals.py"], cwd=tmp_path, text=True).split(maxsplit=1)
+    found = told["signals of a fork"][0].split(maxsplit=1)
+    assert (started[0], found[0]) == ("False", "True")
+    assert without_addresses(found[1]) == without_addresses(started[1])
+
+
+def without_addresses(line: str) -> str:
+    return re.sub("0x[0-9a-f]+", "", line)
+
+
+def test_the_kernel_takes_a_fork_as_early_as_who_asked(told):
+    assert told["killed first"] == ["True 777 False\n", ""]
+
+
+def test_who_does_not_know_the_key_gets_no_fork_but_python(told):
+    for case in ("without the key", "no key at all"):
+        lines, errors = told[case]
+        assert lines.startswith("False ") and lines.endswith(" False\n") and errors == ""
+    assert not told["in sight"]
+
+
+def test_python_is_started_where_a_fork_cannot_become_it(told):
+    lines, errors = told["no file"]
+    fork, python = errors.splitlines()
+    assert lines == "" and fork.startswith("no fork of the libraries, Python is started: FileNotFoundError")
+    assert python.startswith(sys.executable) and "can't open file" in python
+
+
+@pytest.mark.parametrize("start, forks", [(train.command, True), (train.main, False)])
+def test_workers_of_a_launcher_which_may_have_imported_anything_are_started(monkeypatch, start, forks):
+    prepared = []
+    monkeypatch.setattr(sys, "argv", ["verl-omni", "--cfg=job"])
+    monkeypatch.setattr(train, "_forks", False)
+    monkeypatch.setattr(supervisor, "watch", lambda: None)
+    monkeypatch.setattr(forked, "import_libraries", lambda: None)
+    monkeypatch.setattr(forked, "prepare", lambda: prepared.append(True))
+    monkeypatch.setitem(sys.modules, "verl_omni.trainer.checks.preflight", None)  # all is decided before its import
+    config = OmegaConf.create({"ray": {"address": None}, "actor_rollout_ref": {"rollout": {"name": "diffusers"}}})
+    monkeypatch.setattr(train, "with_configuration", lambda task: train.import_checks(config))
+    with pytest.raises(ImportError):
+        start()
+    assert bool(prepared) is forks
 
 
 def test_no_fork_of_a_process_with_threads(told):

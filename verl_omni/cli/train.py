@@ -18,6 +18,8 @@ import verl_omni
 # Hydra's options whose value is the next word.
 TAKE_A_VALUE = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--cfg", "-c", "--package", "-p"}
 
+_forks = False  # workers may be forks of this process: nobody has imported anything else into it
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -32,6 +34,8 @@ def command() -> None:
 
     if not hydra_errors.TRACEBACKS and sys.platform == "linux":
         supervisor.watch()
+    global _forks
+    _forks = True
     main()
 
 
@@ -119,7 +123,7 @@ def import_checks(config: "DictConfig") -> None:
     try:
         forked.import_libraries()
         own_ray = OmegaConf.select(config, "ray.address") is None
-        if own_ray and OmegaConf.select(config, "actor_rollout_ref.rollout.name") == "diffusers":
+        if _forks and own_ray and OmegaConf.select(config, "actor_rollout_ref.rollout.name") == "diffusers":
             forked.prepare()
         import verl_omni.trainer.checks.preflight  # noqa: F401
     finally:

@@ -3,13 +3,15 @@
 To import torch and its companions is most of the start of a small run, in each of its processes anew. So the driver
 forks a process once it has them, and before it knows verl and Ray. It waits, and Ray starts its workers by
 `ask_for_fork.py`, which asks for a fork of it. A fork becomes what a started Python would be: arguments, environment,
-folder, files, where modules are found, what is random, how many threads compute. Where a library may have read a
-variable on import that is another one for the worker, Python is started after all.
+folder, files, where modules are found, what is random, how many threads compute. It says so to who asked. Where it
+cannot, as a library may have read a variable on import that is another one for the worker, it ends without a word, and
+who asked starts Python after all.
 """
 
 import atexit
 import ctypes
 import gc
+import hmac
 import importlib
 import logging
 import marshal
@@ -43,6 +45,8 @@ READ_LATER = {
     "LAZY_LEGACY_OP", "TORCH_CUDA_ARCH_LIST",  # verl sets them on its own import, which is yet to come
 }  # fmt: skip
 OF_THE_REST = ("RAY_", "VERL_", "VEOMNI_", "VLLM_")  # of what is not imported yet
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # for the driver, which may have a step to finish and to save
+SECONDS_TO_ASK = 10.0  # for somebody who is stopped in it: all others wait
 PR_SET_PDEATHSIG = 1
 
 _name: str | None = None  # where to ask for forks
@@ -55,6 +59,8 @@ class Wanted(NamedTuple):
     environment: dict[str, str]
     folder: str
     streams: list[int]
+    connection: socket.socket  # to who asked
+    asker: int
 
 
 class Differs(Exception):
@@ -75,16 +81,17 @@ def prepare() -> None:
     known, threads = {"ray", "verl"} & sys.modules.keys(), threading.active_count()
     if sys.platform != "linux" or known or threads > 1 or sys.modules["torch"].cuda.is_available():
         return
-    name = f"verl-omni-{secrets.token_hex(16)}"
+    name, key = f"verl-omni-{secrets.token_hex(16)}", secrets.token_hex(ask_for_fork.KEY_SIZE // 2)
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(f"\0{name}")  # leaves no file behind
     listening.listen(128)
     sys.stdout.flush()
     sys.stderr.flush()
     if os.fork() == 0:
-        run(listening)
+        run(listening, key)
     listening.close()
     _name = name
+    os.environ[ask_for_fork.KEY] = key  # for Ray, and so for who asks: arguments and names of sockets anybody can list
 
 
 def command() -> str | None:
@@ -97,11 +104,11 @@ def command() -> str | None:
 # In the process that waits, and in its forks.
 
 
-def run(listening: socket.socket) -> None:
+def run(listening: socket.socket, key: str) -> None:
     """To the end of this process: nothing of the driver, of which it is a copy, may go on here."""
     code = 1
     try:
-        wait_and_become(listening)()
+        wait_and_become(listening, key)()
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -116,9 +123,11 @@ def run(listening: socket.socket) -> None:
         os._exit(code)
 
 
-def wait_and_become(listening: socket.socket) -> Callable[[], Any]:
+def wait_and_become(listening: socket.socket, key: str) -> Callable[[], Any]:
     """In each fork, what it is to run."""
     die_with_parent()
+    os.setsid()  # a Ctrl-C is for the driver
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPS}
     progress.report_to_nobody()
     if hydra := sys.modules.get("hydra.core.global_hydra"):  # which has composed the driver's configuration
         hydra.GlobalHydra.instance().clear()
@@ -131,35 +140,43 @@ def wait_and_become(listening: socket.socket) -> Callable[[], Any]:
     gc.enable()
     gc.collect()
     gc.freeze()  # a pass over all that would copy it into every fork
-    wanted = serve(listening)
-    die_with_parent()
-    os.setsid()
-    os.chdir(wanted.folder)
-    for number, file in enumerate(wanted.streams):
-        os.dup2(file, number)
-        os.close(file)
+    wanted = serve(listening, key)
     try:
+        die_with_parent()
+        os.setsid()
+        os.chdir(wanted.folder)
+        for number, file in enumerate(wanted.streams):
+            os.dup2(file, number)
+            os.close(file)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         check_environment(here, wanted.environment)
-        return become(wanted.arguments, wanted.environment)
+        be_killed_as_early_as(wanted.asker)
+        ready = become(wanted.arguments, wanted.environment)
+        wanted.connection.send(ask_for_fork.READY)
+        wanted.connection.close()
+        return ready
     except Differs:
-        os.execve(sys.executable, [sys.executable, *wanted.arguments], wanted.environment)
+        os._exit(1)
+    except Exception as error:  # nothing of the worker has run yet: Python can still be started
+        print(f"no fork of the libraries, Python is started: {error!r}", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
-def serve(listening: socket.socket) -> Wanted:
+def serve(listening: socket.socket, key: str) -> Wanted:
     """Fork for whoever asks; returns in forks only. Who asked ends with its fork, and the fork with who asked."""
     selector = selectors.DefaultSelector()
     selector.register(listening, selectors.EVENT_READ)
     while True:
-        key, _ = selector.select()[0]
-        if key.fileobj is listening:
+        chosen, _ = selector.select()[0]
+        if chosen.fileobj is listening:
             connection, _ = listening.accept()
-            wanted = hear(connection)
-            pid = os.fork() if wanted else None
+            wanted = hear(connection, key)
+            pid = fork_or_none() if wanted else None
             if pid == 0:
                 for other in list(selector.get_map().values()):
                     os.close(other.fd)
                 selector.close()
-                connection.close()
                 return wanted
             for file in wanted.streams if wanted else ():
                 os.close(file)
@@ -170,35 +187,47 @@ def serve(listening: socket.socket) -> Wanted:
             for one in pair:
                 selector.register(one, selectors.EVENT_READ, pair)
         else:
-            connection, fork = key.data
-            if key.fileobj is connection:
+            connection, fork = chosen.data
+            if chosen.fileobj is connection:
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(fork, signal.SIGKILL)
             os.waitid(os.P_PIDFD, fork, os.WEXITED)
-            for one in key.data:
+            for one in chosen.data:
                 selector.unregister(one)
             os.close(fork)
             connection.close()
 
 
-def hear(connection: socket.socket) -> Wanted | None:
-    """What somebody wants who is this user too, and has not left."""
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+def fork_or_none() -> int | None:
+    """None where the machine has no room for a process more; those that are there go on."""
+    try:
+        return os.fork()
+    except OSError:
+        return None
+
+
+def hear(connection: socket.socket, key: str) -> Wanted | None:
+    """What somebody wants who is this user too, knows the key and has not left. Others are left without an answer."""
+    asker, user, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if user != os.getuid():
         return None
     streams, said = [], b""
+    connection.settimeout(SECONDS_TO_ASK)
     try:
-        size, streams, *_ = socket.recv_fds(connection, 4, 3)
-        while not size or len(said) < int.from_bytes(size, "little"):
+        head, streams, *_ = socket.recv_fds(connection, ask_for_fork.KEY_SIZE + 4, 3)
+        told, size = head[: ask_for_fork.KEY_SIZE], head[ask_for_fork.KEY_SIZE :]
+        if not hmac.compare_digest(told, key.encode()) or len(size) != 4 or len(streams) != 3:
+            raise ConnectionError
+        while len(said) < int.from_bytes(size, "little"):
             more = connection.recv(65536)
             if not more:
                 raise ConnectionError
             said += more
-    except ConnectionError:
+        return Wanted(*marshal.loads(said), streams, connection, asker)
+    except (OSError, EOFError, TypeError, ValueError):  # marshal's among them; the forks that are there have to go on
         for file in streams:
             os.close(file)
         return None
-    return Wanted(*marshal.loads(said), streams)
 
 
 # In a fork.
@@ -212,6 +241,13 @@ def check_environment(here: dict[str, str], there: dict[str, str]) -> None:
     told = there.get("OMP_NUM_THREADS")
     if told != here.get("OMP_NUM_THREADS") and told not in (None, "1", str(sys.modules["torch"].get_num_threads())):
         raise Differs("MKL would not share its work out in the same way")
+
+
+def be_killed_as_early_as(asker: int) -> None:
+    """Where memory runs out: Ray has told the kernel to take the process that it started before others."""
+    wanted, own = (Path(f"/proc/{who}/oom_score_adj") for who in (asker, "self"))
+    if own.read_text() != (score := wanted.read_text()):
+        own.write_text(score)
 
 
 def become(arguments: list[str], environment: dict[str, str]) -> Callable[[], Any]:
