@@ -14,7 +14,7 @@ from verl.protocol import DataProto
 import verl_omni
 from verl_omni.api import reward_at_home, training
 from verl_omni.api.callbacks_at_home import AT_HOME, Told
-from verl_omni.api.home import Home, call_home
+from verl_omni.api.home import Home, call_home, known
 from verl_omni.trainer import callbacks
 from verl_omni.trainer.callbacks import UsersCallbacks
 from verl_omni.trainer.progress import Stages
@@ -208,3 +208,20 @@ def test_callbacks_come_after_those_of_the_settings(started, tmp_path):
     verl_omni.train("m", "p.txt", "ocr", folder=tmp_path, callbacks=[Notes(1)], trainer={"callbacks": ["a.py:A"]})
     ((command, environment),) = started
     assert settings(command)["trainer.callbacks"] == ["a.py:A", AT_HOME] and "VERL_OMNI_HOME" in environment
+
+
+def test_callbacks_come_after_those_of_the_recipe(started, tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("defaults: [qwen_image_ocr, _self_]\ntrainer: {callbacks: ['a.py:A']}\n")
+    given = {"folder": tmp_path / "run", "callbacks": [Notes(1)]}
+    verl_omni.train("m", "p.txt", "ocr", recipe=str(recipe), **given)
+    verl_omni.train("m", "p.txt", "ocr", recipe=str(recipe), **given, trainer={"callbacks": ["b.py:B"]})
+    found = [settings(command)["trainer.callbacks"] for command, _ in started]
+    assert found == [["a.py:A", AT_HOME], ["b.py:B", AT_HOME]]  # a setting takes the place of the recipe's
+
+
+@pytest.mark.parametrize("kind", [UnicodeDecodeError, ExceptionGroup, KeyError])
+def test_any_error_can_be_told_by_its_name(kind):
+    """Some are not made of a text alone."""
+    error = known(kind.__name__)("what went wrong")
+    assert type(error).__name__ == kind.__name__ and error.args == ("what went wrong",)

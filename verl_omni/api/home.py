@@ -71,10 +71,19 @@ def call_home(name: str, arguments: dict[str, Any]) -> Any:
 
 
 def known(kind: str) -> type[Exception]:
-    """The exception of that name; one of the user's own is not known here."""
+    """The exception of that name, to be made of a text; one of the user's own is not known here."""
     import builtins
 
     found = getattr(builtins, kind, None)
-    if isinstance(found, type) and issubclass(found, Exception):
+    if isinstance(found, type) and issubclass(found, Exception) and _takes_a_text(found):
         return found
     return type(kind, (RuntimeError,), {})
+
+
+def _takes_a_text(kind: type[Exception]) -> bool:
+    """Some want more than that, such as UnicodeDecodeError."""
+    try:
+        kind("")
+    except TypeError:
+        return False
+    return True

@@ -69,7 +69,8 @@ def train(
         given |= {f"{OWN}.path": str(reward)} if own else {"reward.scorers": [{"name": str(reward), "weight": 1}]}
     if callbacks:
         functions[CALLBACKS] = Told(callbacks)
-        given["trainer.callbacks"] = [*(given.get("trainer.callbacks") or ()), AT_HOME]
+        others = given["trainer.callbacks"] if "trainer.callbacks" in given else _callbacks_of(recipe)
+        given["trainer.callbacks"] = [*(others or ()), AT_HOME]
     for name in functions if given.get("ray.address") else ():
         raise ValueError(
             f"a {name.removesuffix('s')} of this process is not to be reached from the other machines of ray.address: "
@@ -82,6 +83,23 @@ def train(
         words = [*([recipe] if recipe else []), *(f"{name}={typed(value)}" for name, value in given.items())]
         _run([sys.executable, "-m", "verl_omni.trainer.main_diffusion", *words], environment, folder, on_step)
     return Run(folder)
+
+
+def _callbacks_of(recipe: str | None) -> list[str]:
+    """A recipe's own, which a setting of this name would take the place of."""
+    if recipe is None:
+        return []
+    from hydra import compose, initialize_config_dir
+
+    from verl_omni.cli.recipes import FOLDER, find_recipe
+    from verl_omni.config import schema
+
+    path = find_recipe(recipe).resolve()
+    schema.register()
+    search = f"hydra.searchpath=[pkg://verl_omni.trainer.config,{typed(FOLDER)}]"
+    with initialize_config_dir(str(path.parent), version_base=None):
+        composed = compose(path.stem, [search])
+    return list(composed.trainer.callbacks)
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
