@@ -214,6 +214,8 @@ def test_what_the_plan_does_not_know_it_says(tmp_path):
     (line,) = asked("actor_rollout_ref.rollout.precision=fp8")
     assert line.startswith("8-bit copies")
     assert asked(f"{ACTOR}.strategy=veomni")[0].startswith("VeOmni's own kernels")
+    draft = asked("actor_rollout_ref.model.algorithm=draft", f"{ACTOR}.diffusion_loss.loss_mode=draft")
+    assert ["the decoder's activations and a reward's model" in line for line in draft] == [True]
     assert "while training goes on" in asked(f"{ACTOR}.checkpoint.async_save=true")[0]
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from verl_omni.algorithms.registry import get_diffusion_loss_fn
 from verl_omni.config import OptimizerConfig
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.pipelines.drawing import equal_parts
@@ -226,6 +227,9 @@ def not_counted(settings: DiffusionTrainerConfig) -> list[str]:
         "8-bit copies of weights, and what 8 bits save": {arr.rollout.precision, arr.rollout.pool.precision} != {None},
         "the pool that images are chosen from": arr.rollout.pool.size is not None,
         "VeOmni's own kernels, and other ways to share out": arr.actor.strategy == "veomni",
+        "the gradient of the reward in an update: the decoder's activations and a reward's model": (
+            "predicted_reward" in get_diffusion_loss_fn(arr.actor.diffusion_loss.loss_mode).required_model_output_keys
+        ),
         "the seconds of what is written while training goes on": arr.actor.checkpoint.async_save,
     }
     return [what for what, asked in found.items() if asked]
