@@ -431,6 +431,7 @@ BLOCKS, TWO_RANKS = f"{ROLLOUT}.gather=blocks", "trainer.n_gpus_per_node=2"
             "does nothing where each of 2 ranks holds the whole weights",
         ),
         ([BLOCKS], "gather=blocks has no effect with one device"),
+        ([BLOCKS, TWO_RANKS, f"{ACTOR}.fsdp_config.fsdp_size=1"], "where each of 2 ranks holds the whole weights"),
         ([BLOCKS, TWO_RANKS, "actor_rollout_ref.rollout.precision=fp8"], "precision=fp8 needs the whole weights"),
         ([BLOCKS, TWO_RANKS, LORA, f"{ACTOR}.engine.fold_lora=true"], "fold_lora=true folds into"),
         ([BLOCKS, TWO_RANKS, "trainer.mode=separate"], "gather=blocks has no effect with actor_rollout"),

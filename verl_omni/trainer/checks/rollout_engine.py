@@ -73,9 +73,9 @@ def check_http(settings: DiffusionTrainerConfig) -> None:
 
 def check_gather(settings: DiffusionTrainerConfig) -> None:
     """Drawing block by block is for ranks that share a model, and for engines that can."""
-    from verl_omni.workers.engine.registry import engine_class  # which imports verl
+    from verl_omni.workers.engine.registry import engine_class, layout_of  # which imports verl
 
-    arr, trainer = settings.actor_rollout_ref, settings.trainer
+    arr = settings.actor_rollout_ref
     if arr.rollout.gather != "blocks":
         return
     shown, whole = f"{ARR}.rollout.gather=blocks", f"leave it out, or set {ARR}.rollout.gather=whole"
@@ -83,8 +83,14 @@ def check_gather(settings: DiffusionTrainerConfig) -> None:
         raise ValueError(f"{shown}: {ARR}.rollout.name={arr.rollout.name} draws with a copy of its own; {whole}")
     if not engine_class(arr.actor.strategy).draws_by_blocks:
         raise ValueError(f"{shown}: {ARR}.actor.strategy={arr.actor.strategy} draws with the whole model; {whole}")
-    if trainer.nnodes * trainer.n_gpus_per_node == 1:
+    layout = layout_of(settings)
+    if not layout.is_spread:
         raise ValueError(f"{shown} has no effect with one device, which holds the whole model anyway: leave it out")
+    if layout.shard * layout.sequence == 1:
+        raise ValueError(
+            f"{shown} has no effect where each of {layout.world} ranks holds the whole weights (fsdp_size=1): leave it "
+            "out"
+        )
     if arr.actor.engine.fold_lora:
         raise ValueError(f"{shown}: {ARR}.actor.engine.fold_lora=true folds into the whole weights; leave one out")
     for name, precision in (("precision", arr.rollout.precision), ("pool.precision", arr.rollout.pool.precision)):
