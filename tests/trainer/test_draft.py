@@ -1,5 +1,7 @@
 """Direct reward gradients: up the gradient of the reward itself, and a line where there is none."""
 
+import contextlib
+
 import pytest
 import torch
 from composed import composed
@@ -10,6 +12,7 @@ from tiny_models import tiny_checkpoint
 from verl_omni.rewards.differentiable import check_differentiable, differentiable
 from verl_omni.rewards.reward_function import RewardFunction
 from verl_omni.testing.local_trainer import local_config
+from verl_omni.trainer.checks.reward_trial import try_gradient
 from verl_omni.trainer.failures import users_mistake
 
 DRAFT = "actor_rollout_ref.model.algorithm=draft"
@@ -84,6 +87,24 @@ def test_a_reward_without_a_gradient_is_refused_in_one_line(given, said, reward,
     with pytest.raises(ValueError, match=said) as caught:
         check_differentiable(config.reward)
     assert users_mistake(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("score", "said"),
+    [
+        ("pixels.mean(dim=(1, 2, 3)).detach()", "constants to torch"),
+        ("pixels.round().mean(dim=(1, 2, 3))", "it is 0 for every pixel"),
+        ("torch.tensor([image.mean() for image in pixels.numpy()])", "Can't call numpy"),
+        ("(pixels.mean(dim=(1, 2, 3)) - 0.85).relu()", None),  # flat for all but the brightest
+        ("1 / 0", None),  # what fails is told by the trial of rewards
+    ],
+)
+def test_scores_that_do_not_move_with_the_pixels_are_refused(score, said, tmp_path):
+    (tmp_path / "mine.py").write_text(BRIGHTNESS.split("    return")[0] + f"    import torch\n    return {score}\n")
+    config = composed(DRAFT, f"{OWN}={tmp_path / 'mine.py'}")
+    function = RewardFunction.of(config.reward.custom_reward_function, 60)
+    with pytest.raises(ValueError, match=f"no gradient.*{said}") if said else contextlib.nullcontext():
+        try_gradient(config, function)
 
 
 def test_a_run_asks_for_the_gradient_before_it_starts(tmp_path, monkeypatch):

@@ -231,7 +231,7 @@ def check_rewards(config: DictConfig) -> None:
     from verl_omni.rewards.judge import with_judge
     from verl_omni.rewards.reward_loop import load_custom_reward_function
     from verl_omni.rewards.scoring import as_reward_function
-    from verl_omni.trainer.checks.reward_trial import made_kind, scored_kind
+    from verl_omni.trainer.checks.reward_trial import made_kind, scored_kind, try_gradient
     from verl_omni.utils.responses import KINDS
     from verl_omni.utils.responses import check_package as check_written
 
@@ -286,6 +286,8 @@ def check_rewards(config: DictConfig) -> None:
     loss = get_diffusion_loss_fn(config.actor_rollout_ref.actor.diffusion_loss.loss_mode)
     if "predicted_reward" in loss.required_model_output_keys:
         check_differentiable(config.reward)
+        if own:
+            try_gradient(config, function)
     datasets = [dataset for dataset in load_datasets(config) if dataset is not None]
     rows = [dataset[i] for dataset in datasets for i in range(len(dataset))]
     sources = {row["data_source"] for row in rows}

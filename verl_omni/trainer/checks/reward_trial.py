@@ -76,6 +76,38 @@ def try_first(config: DictConfig) -> bool:
     return answer.get("asked", False)
 
 
+def try_gradient(config: DictConfig, function: RewardFunction) -> None:
+    """Refuse a differentiable function whose scores of noise, dark, grey or bright, do not move with the pixels.
+
+    What fails otherwise, or takes long, is left to the run: a worker asks each reward for its gradient.
+    """
+    pipeline = config.actor_rollout_ref.model.pipeline
+    found = elsewhere(lambda: _without_gradient(function, pipeline.height, pipeline.width))
+    if found is not None:
+        raise ValueError(
+            f"reward function {function.name} has no gradient, which actor_rollout_ref.model.algorithm=draft follows: "
+            f"{found['why']}; take .detach(), torch.no_grad, .item(), rounding and numpy out of it"
+        )
+
+
+def _without_gradient(function: RewardFunction, height: int, width: int) -> dict[str, str] | None:
+    import torch
+
+    noise = torch.rand(1, 3, height, width, generator=torch.Generator().manual_seed(0))
+    for low, high in ((0.0, 1.0), (0.0, 0.2), (0.4, 0.6), (0.8, 1.0)):  # a score may well be flat in some places
+        pixels = (low + (high - low) * noise).requires_grad_()
+        try:
+            score = function.function.of_pixels(pixels, **function.kwargs)
+            if not isinstance(score, torch.Tensor) or not score.requires_grad:
+                return {"why": "its scores are constants to torch"}
+            (gradient,) = torch.autograd.grad(score.sum(), pixels, allow_unused=True)
+        except Exception as error:
+            return {"why": str(error).split(". ")[0]} if "requires grad" in str(error) else None
+        if gradient is not None and gradient.any():
+            return None
+    return {"why": "it is 0 for every pixel"}
+
+
 def _first_answer(config: DictConfig) -> dict[str, Any]:
     from verl_omni.data.prompt_files import first_row
     from verl_omni.data.prompt_rows import as_sample

@@ -7,9 +7,15 @@ import torch
 from verl_omni.algorithms.forward_process import TEACHER, noised, predicted_clean
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.sampling import transformer_inputs
+from verl_omni.utils.errors import RunError
 from verl_omni.workers.columns import stacked
 from verl_omni.workers.engine.policies import policy_at
 from verl_omni.workers.engine.replay import Batch, Replay
+
+NO_GRADIENT = (
+    "the reward of a predicted image has no gradient, which actor_rollout_ref.model.algorithm=draft follows: take "
+    ".detach(), torch.no_grad, .item() and numpy out of it"
+)
 
 
 class NoiseLevels(Replay):
@@ -50,7 +56,10 @@ class NoiseLevels(Replay):
         if self.reward_of is None or not torch.is_grad_enabled():  # other policies' velocities are compared, no more
             return {"velocity": velocity}
         clean = self.adapter.whole_latents(predicted_clean(x_t, velocity, micro_batch["sigma"]), micro_batch)
-        return {"velocity": velocity, "predicted_reward": self.reward_of(clean, config)}
+        reward = self.reward_of(clean, config)
+        if not reward.requires_grad:  # the loss would have none, or that of its other terms alone
+            raise RunError(NO_GRADIENT)
+        return {"velocity": velocity, "predicted_reward": reward}
 
     def before_update(self, data: Batch, anchors: Mapping[str, str], versions: Sequence[int] = ()) -> Batch:
         """Draw the noise, and the velocities of other policies (`anchors`: name in the batch -> policy), in CPU memory.

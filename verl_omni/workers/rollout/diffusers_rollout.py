@@ -98,7 +98,12 @@ class DiffusersRollout(Drawer, BatchedRollout):
     ) -> Callable[[torch.Tensor, DiffusionModelConfig], torch.Tensor]:
         """Rewards of latents, of those of pixels: they are decoded as in a rollout, with a gradient."""
         self.pipe.vae.requires_grad_(False)
-        return lambda latents, drawn: score(self.adapter.decode_latents(self.pipe, latents, drawn).float())
+
+        def reward(latents: torch.Tensor, drawn: DiffusionModelConfig) -> torch.Tensor:
+            with torch.autocast(self.device.type, enabled=False):  # that of an update: a rollout decodes without
+                return score(self.adapter.decode_latents(self.pipe, latents, drawn).float())
+
+        return reward
 
     @contextlib.contextmanager
     def with_policy(
