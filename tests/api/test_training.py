@@ -220,7 +220,7 @@ def test_callbacks_come_after_those_of_the_recipe(started, tmp_path):
     assert found == [["a.py:A", AT_HOME], ["b.py:B", AT_HOME]]  # a setting takes the place of the recipe's
 
 
-@pytest.mark.parametrize("kind", [UnicodeDecodeError, ExceptionGroup, KeyError])
+@pytest.mark.parametrize("kind", [UnicodeDecodeError, UnicodeEncodeError, KeyError])
 def test_any_error_can_be_told_by_its_name(kind):
     """Some are not made of a text alone."""
     error = known(kind.__name__)("what went wrong")
