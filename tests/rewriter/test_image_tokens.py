@@ -9,6 +9,8 @@ from tiny_language_model import REWRITER
 from tiny_models import tiny_checkpoint
 from transformers import GlmImageForConditionalGeneration
 
+from verl_omni.cli.painter import Painter
+from verl_omni.cli.trained import find_weights
 from verl_omni.config import (
     DiffusionActorConfig,
     DiffusionLossConfig,
@@ -146,6 +148,8 @@ def test_a_run(tmp_path, monkeypatch, train):
         exported = tmp_path / "run/global_step_1" / place
         after = load_file(exported / (name if place == "export" else "model.safetensors"))
         assert learns == any(not torch.equal(value.float(), after[key].float()) for key, value in before.items())
+    (drawn,) = Painter(find_weights(tmp_path / "run"), {}, "cpu").draw(["a cat"], [0])
+    assert drawn.response.dtype == torch.uint8 and drawn.told == {}, "`sample` has the model's own tokens, and no text"
 
 
 @pytest.mark.parametrize(

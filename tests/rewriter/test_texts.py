@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from hub_mirror import mirror  # noqa: F401
 from tiny_language_model import language_model_folder
 from transformers import AutoModelForCausalLM
 
@@ -17,6 +18,7 @@ from verl_omni.config import (
     RewriterConfig,
 )
 from verl_omni.pipelines.causal_lm import CAUSAL_LM, CausalLM
+from verl_omni.utils import hub
 from verl_omni.workers.columns import Ragged
 from verl_omni.workers.rewriter import Rewriter
 from verl_omni.workers.rollout.text_rollout import TextRequest, nucleus
@@ -24,8 +26,8 @@ from verl_omni.workers.rollout.text_rollout import TextRequest, nucleus
 PROMPTS = ["a cat", "a red cat on a green mat", "a small house in blue snow", "xyz"]
 
 
-def rewriter(**settings) -> Rewriter:
-    config = RewriterConfig(path=str(language_model_folder()), max_new_tokens=8, lr=0.01, **settings)
+def rewriter(path: str | None = None, **settings) -> Rewriter:
+    config = RewriterConfig(path=path or str(language_model_folder()), max_new_tokens=8, lr=0.01, **settings)
     actor = DiffusionActorConfig(diffusion_loss=DiffusionLossConfig(adv_clip_max=5.0))
     return Rewriter(config, actor, DiffusionRolloutConfig(max_num_seqs=4))
 
@@ -55,6 +57,13 @@ def test_training_gives_every_token_the_probability_that_it_was_drawn_with(proce
     assert metrics["length"] == pytest.approx(sum(lengths) / 4)
     assert metrics["grad_norm"] > 0 and metrics["lr"] == 0.01
     assert own.train(data, first=False)["ratio_max_dev"] > 1e-3  # the weights have moved
+
+
+def test_one_that_is_named_on_the_hub_writes_the_same(writer, mirror):  # noqa: F811
+    name = f"somebody/writer@{mirror.add('somebody/writer', language_model_folder())}"  # as a run's config has it
+    hub.model_folder(name)  # as before a run
+    found = rewriter(name).rollout.write_batch(requests())
+    assert [o.response for o in found] == [o.response for o in writer.rollout.write_batch(requests())]
 
 
 def test_probabilities_are_those_of_transformers(writer):

@@ -11,6 +11,7 @@ from verl_omni.agent_loop.rewriting import longest_that_fits, read_text
 from verl_omni.cli.trained import Weights
 from verl_omni.config import DiffusionModelConfig, RewriterConfig
 from verl_omni.pipelines.causal_lm import CAUSAL_LM, CausalLM, load_tokenizer
+from verl_omni.pipelines.glm_image.writer import IMAGE_TOKENS, writer_of
 from verl_omni.utils.seeds import derive_seed
 from verl_omni.workers.rollout.text_rollout import TextRequest, TextRollout
 
@@ -25,7 +26,7 @@ class Writer:
 
     @classmethod
     def of(cls, weights: Weights, device: torch.device, dtype: torch.dtype) -> Optional["Writer"]:
-        """None where the run had none; a model alone has none either."""
+        """None where the run had none, or one of no texts; a model alone has none either."""
         settings = weights.setting("actor_rollout_ref.rewriter", {})
         if not settings.get("path"):
             return None
@@ -34,6 +35,8 @@ class Writer:
                 f"{weights.export} was trained with a rewriter before it, whose weights are not beside it: name the "
                 "checkpoint, RUN/global_step_N, which has both"
             )
+        if writer_of(str(weights.rewriter)) == IMAGE_TOKENS:  # the model's own folder has one that writes them
+            return None
         return cls(RewriterConfig(**settings), weights.rewriter, device, dtype)
 
     def write(

@@ -9,14 +9,16 @@ from safetensors import safe_open
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.causal_lm import CAUSAL_LM, CausalLM
 from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.utils.hub import model_folder
 from verl_omni.utils.json_files import read_object
 
 IMAGE_TOKENS = "GlmImageForConditionalGeneration"
 
 
 def writer_of(path: str) -> str:
-    """The architecture of a folder that `actor_rollout_ref.rewriter.path` names."""
-    config = read_object(Path(path).expanduser() / "config.json")
+    """The architecture of what `actor_rollout_ref.rewriter.path` names, a folder or a model on the hub."""
+    folder = model_folder(path, weights=False, setting="actor_rollout_ref.rewriter.path")
+    config = read_object(Path(folder).expanduser() / "config.json")
     return IMAGE_TOKENS if config.get("model_type") == "glm_image" else CAUSAL_LM
 
 
