@@ -181,6 +181,13 @@ def test_the_command_says_a_mistake_in_one_line(tmp_path, monkeypatch):
     assert said.startswith("error: ") and "odd number" in said and "\n" not in said
 
 
+def test_a_model_that_draws_from_its_own_tokens_is_refused(tmp_path):
+    data = write_jsonl(tmp_path / "data", pair_rows(tmp_path / "data"))
+    with pytest.raises(NotImplementedError, match="images of a data set have none: train it with .*=online"):
+        prepare(tiny_checkpoint("GlmImagePipeline"), data, tmp_path / "out", 32, 32)
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
 def test_resize_takes_images_of_another_size(tmp_path):
     folder = tmp_path / "data"
     rows = change(pair_rows(folder), 0, chosen=write_image(folder / "big.png", 9, (64, 48)))

@@ -158,6 +158,11 @@ class Preparation:
         self.partial = out.with_name(out.name + ".partial")
         self.shards = [pairs[i : i + per_shard] for i in range(0, len(pairs), per_shard)]
         self.adapter = DiffusionModelBase.get_class(model_config)
+        if self.adapter.brings("drawn_conditions"):
+            raise NotImplementedError(
+                f"{model_config.path} is a {model_config.architecture}, which draws each image from tokens that it has "
+                "written for it, and images of a data set have none: train it with algorithm.sample_source=online"
+            )
         size = model_config.pipeline
         self.job = {
             "format": FORMAT,
