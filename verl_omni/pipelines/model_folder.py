@@ -51,8 +51,7 @@ def check_model_folder(model: DiffusionModelConfig, weights: bool = True) -> Non
             if name in ALWAYS:
                 raise ValueError(f'{file} names no class for "{name}": {LAYOUT}')
             continue
-        if library not in libraries and class_name in _names_in(transformers):
-            library = "transformers"  # diffusers has written a module of its own that is called as one of those
+        library = library_of(library, class_name)
         if library not in libraries:
             continue  # one that the adapter names
         known = _names_in(libraries[library])
@@ -68,6 +67,14 @@ def check_model_folder(model: DiffusionModelConfig, weights: bool = True) -> Non
         folder = _check_component(root, model, name, library, class_name)
         if weights and name.startswith(MODELS):
             _check_weights(folder)
+
+
+def library_of(library: str | None, class_name: str | None) -> str | None:
+    """Whose a component's class is: diffusers may have written its own module that is called as one of transformers."""
+    import transformers
+
+    known = library in (None, "diffusers", "transformers")
+    return "transformers" if not known and class_name in _names_in(transformers) else library
 
 
 @functools.cache

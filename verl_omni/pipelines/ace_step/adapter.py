@@ -17,7 +17,6 @@ from verl_omni.utils.responses import Sound
 LYRICS = "<lyrics>"  # in a prompt, before the words that are sung
 SHIFT, MOST_LYRICS = 3.0, 2048  # as upstream has them where nobody says otherwise
 TIMBRE_SECONDS = 30
-TEMPLATE = 60  # tokens around a caption, about
 
 
 @DiffusionModelBase.register("AceStepPipeline", algorithm="flow_grpo")
@@ -129,7 +128,12 @@ class AceStep(DiffusionModelBase):
 
     @classmethod
     def conditions_like(cls, model_config: DiffusionModelConfig, tokens: int) -> Conditions:
-        config, length = cls.transformer_config(model_config), tokens + 2 * TEMPLATE
+        """`tokens` are bytes, and of a byte the tokenizer makes one at most. The timbre has one too."""
+        from diffusers import AceStepPipeline
+
+        tokenizer, seconds = cls.load_tokenizers(model_config)["tokenizer"], model_config.pipeline.audio_duration_s
+        around = AceStepPipeline._format_prompt(AceStepPipeline, "", "", audio_duration=seconds)
+        config, length = cls.transformer_config(model_config), sum(map(len, tokenizer(around).input_ids)) + tokens + 1
         width = config.get("encoder_hidden_size") or config["hidden_size"]
         return {
             "prompt_embeds": torch.zeros(1, length, width),

@@ -11,6 +11,7 @@ import torch
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.perf.live_bytes import LiveBytes, PretendedGpu
 from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
+from verl_omni.pipelines.model_folder import library_of
 from verl_omni.pipelines.sampling import transformer_inputs
 from verl_omni.pipelines.single_frame_vae import speed_up_single_frames
 from verl_omni.pipelines.utils import pipeline_class, read_index
@@ -94,10 +95,9 @@ class ModelCosts:
         """The models of the folder that are diffusers' own and not trained."""
         index = read_index(self.config.path)
         named = {name: value for name, value in index.items() if isinstance(value, list) and value[0] is not None}
-        trained = (*self.trained, "scheduler")
-        folders = {name for name, value in named.items() if value[0] != "transformers" and name not in trained}
+        others = {name for name, value in named.items() if library_of(*value) != "transformers"}
         root = Path(self.config.path).expanduser()
-        return {name for name in folders if (root / name / "config.json").is_file()}
+        return {name for name in others - {*self.trained, "scheduler"} if (root / name / "config.json").is_file()}
 
     @property
     def vae_bytes(self) -> int:
@@ -111,7 +111,7 @@ class ModelCosts:
         root = os.path.expanduser(self.config.path)
         found = sum(_bytes(build_component(self.config, name, self.dtype)) for name in self._beside - DECODERS)
         for name, value in read_index(self.config.path).items():
-            if not isinstance(value, list) or value[0] != "transformers" or value[1] is None:
+            if not isinstance(value, list) or library_of(*value) != "transformers" or value[1] is None:
                 continue
             kind = getattr(transformers, value[1], None)
             if isinstance(kind, type) and issubclass(kind, torch.nn.Module):

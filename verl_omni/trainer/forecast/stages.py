@@ -10,6 +10,7 @@ from verl_omni.algorithms.registry import get_diffusion_loss_fn
 from verl_omni.config import OptimizerConfig
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.pipelines.drawing import equal_parts
+from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.trainer.forecast.amounts import Amounts
 from verl_omni.trainer.forecast.model import ModelCosts, compiles
 from verl_omni.workers.engine.export import FILE_BYTES
@@ -222,8 +223,10 @@ class RankMemory:
 def not_counted(settings: DiffusionTrainerConfig) -> list[str]:
     """What these settings ask for, and nothing here knows the memory or the seconds of."""
     arr = settings.actor_rollout_ref
+    writes_tokens = DiffusionModelBase.get_class(arr.model).brings("drawn_conditions")
     found = {
         "the rewriter": arr.rewriter.path is not None,
+        "the tokens that the model writes before it draws": writes_tokens and arr.rewriter.path is None,
         "8-bit copies of weights, and what 8 bits save": {arr.rollout.precision, arr.rollout.pool.precision} != {None},
         "the pool that images are chosen from": arr.rollout.pool.size is not None,
         "VeOmni's own kernels, and other ways to share out": arr.actor.strategy == "veomni",
