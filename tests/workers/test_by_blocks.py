@@ -11,6 +11,7 @@ from tiny_models import tiny_checkpoint
 from torch.distributed.tensor import DTensor
 
 from verl_omni.workers.engine.compile.blocks import repeated_blocks
+from verl_omni.workers.engine.fsdp.in_step import InStep
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -41,6 +42,19 @@ def gathered_at_once(engine) -> list[int]:
     return seen
 
 
+def drawn_apart(rank: int) -> float:
+    """Ranks that hold a copy each do not wait for one another: the second draws when the first has drawn."""
+    layer = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(layer.weight, 2.0)
+    apart = InStep([layer], torch.device("cpu"), ranks=1)
+    for turn in range(2):
+        if turn == rank:
+            with apart.running():
+                made = layer(torch.tensor([2.0])).item()
+        dist.barrier()
+    return made
+
+
 def rank_main(rank: int, folder: str, path: str, lora: bool) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(os.path.join(folder, "meet"), 2))
@@ -56,6 +70,7 @@ def rank_main(rank: int, folder: str, path: str, lora: bool) -> None:
         assert len(again) == len(same) and all(map(torch.equal, again, same))
     assert not seen or max(seen) == 1
     assert all(isinstance(p, DTensor) for p in engine.module.parameters())
+    assert drawn_apart(rank) == 4.0
     torch.save(whole[0], os.path.join(folder, f"{rank}.pt"))
     dist.destroy_process_group()
 

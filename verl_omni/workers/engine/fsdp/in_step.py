@@ -20,9 +20,10 @@ SHORTEST, LONGEST = 0.0005, 0.02  # seconds between two questions, while nobody 
 class InStep:
     """For each rank, a thread that answers the others as long as this one has no forward of its own."""
 
-    def __init__(self, parts: Sequence[torch.nn.Module], device: torch.device):
+    def __init__(self, parts: Sequence[torch.nn.Module], device: torch.device, ranks: int):
+        """`ranks` beside each other share one copy of the weights; those of another copy are not waited for."""
         self.parts, self.device = list(parts), device
-        self.group = dist.new_group(backend="gloo")
+        self.group, _ = dist.new_subgroups(ranks, backend="gloo")
         self._state = threading.Condition()
         self._wants = self._runs = self._answers = self._over = False
         self._error: BaseException | None = None
