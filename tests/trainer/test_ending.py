@@ -6,6 +6,7 @@ The expectation is a run that nothing happened to: going on from what was saved 
 import functools
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -199,3 +200,18 @@ def test_asked_to_save_by_a_file_it_saves_and_goes_on(tmp_path, monkeypatch, pro
     assert list(saved) == [1, 3] and not (saved[1] / "in_between.txt").exists()  # nothing replaces it
     assert not (tmp_path / "run" / SAVE).exists()
     same_end(tmp_path / "run", _undisturbed())
+
+
+def test_a_rank_that_does_not_end_its_drawing_is_given_up(capsys, monkeypatch):
+    """It waits for another, whose forward has failed: the run ends all the same, with a line."""
+    trainer = object.__new__(PolicyGradientRayTrainer)
+    trainer.online, trainer.actor_wg = True, "workers"
+    trainer.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(hybrid_engine=True))
+    asked = []
+    monkeypatch.setattr(ending, "answers", lambda *given: asked.append(given))
+    whole = SimpleNamespace(step=2, changes=[1])
+    saving = SimpleNamespace(misses=lambda step: True)
+    checkpoints = SimpleNamespace(whole=whole, unpublished=None, saving=saving)
+    ending.save_what_is_whole(checkpoints, lambda: [1], trainer._save_after_failure, pytest.fail)
+    assert asked == [("workers", "stop_rollout", ending.SECONDS_TO_END_DRAWING)]
+    assert "step 2 could not be saved: a rank is still drawing" in capsys.readouterr().out

@@ -132,6 +132,7 @@ class DiffusionWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def stop_rollout(self) -> None:
+        self.rollout.drain()  # a request that nobody waits for any more may still be drawn
         self._rollout_scope.close()
         if not self.rollout.has_a_copy:
             self._count_flops("gen")

@@ -18,6 +18,7 @@ from verl_omni.trainer.run_folder.log import log_traceback
 from verl_omni.utils.errors import RunError
 
 SECONDS_TO_ANSWER = 60.0  # a rank that waits for another, which has failed, never does
+SECONDS_TO_END_DRAWING = 300.0  # of a batch that is being drawn
 
 
 def save_what_is_whole(
@@ -43,10 +44,10 @@ def save_what_is_whole(
         print(f"step {whole.step} could not be saved: {what_failed(error)}", flush=True)
 
 
-def answers(workers: Any, method: str) -> list[Any] | None:
+def answers(workers: Any, method: str, seconds: float | None = None) -> list[Any] | None:
     """What each rank answers; None where one is dead or does not answer."""
     asked = workers.execute_all_async(method)
-    deadline, waiting = time.monotonic() + SECONDS_TO_ANSWER, list(asked)
+    deadline, waiting = time.monotonic() + (seconds or SECONDS_TO_ANSWER), list(asked)
     try:
         while waiting:
             done, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
