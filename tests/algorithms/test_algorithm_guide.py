@@ -76,5 +76,5 @@ def test_documented_defaults_are_the_real_ones(name, setting, value):
 def test_every_algorithm_of_the_page_was_read():
     assert {name for name, _, _ in documented_settings()} == {
         "flow_grpo", "mix_grpo", "dance_grpo", "flow_dppo", "dpo", "diffusion_nft", "awm",
-        "tempflow_grpo", "flash_grpo", "opd", "dgpo", "crd",
+        "tempflow_grpo", "flash_grpo", "opd", "dgpo", "crd", "draft",
     }  # fmt: skip

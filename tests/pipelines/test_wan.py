@@ -70,7 +70,8 @@ def test_an_expert_that_only_fillers_reached_has_no_gradient(kind, counted):
     share = torch.tensor([name in counted for name in experts for _ in range(2)]).double() / (2 * len(counted))
     share = share if kind is NoiseLevels else share[:, None].expand(4, 2) / 2  # of a sample; of each of its steps
     replay = kind.__new__(kind)
-    replay.scheduler = SimpleNamespace(config=SimpleNamespace(num_train_timesteps=1000))
+    replay.engine = SimpleNamespace(adapter=Wan)
+    replay._drawn = {(None, None): (None, SimpleNamespace(config=SimpleNamespace(num_train_timesteps=1000)))}
     held = SimpleNamespace(
         parts=dict(experts.items()), module=experts, adapter=Wan, layout=Layout(), device="cpu", replay=replay
     )

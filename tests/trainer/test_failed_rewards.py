@@ -54,7 +54,7 @@ def test_the_gradient_is_the_mean_over_what_is_left(ranks, minis, size, rejected
     kept = kept.expand(rows, steps).contiguous()
     value = torch.randn(rows, steps, dtype=torch.float64)
     replay = ReverseSteps.__new__(ReverseSteps)
-    replay.engine = SimpleNamespace(whole_units=lambda pairs: pairs, layout=Layout())
+    replay.engine = SimpleNamespace(whole_units=lambda pairs: pairs, layout=Layout(), device=torch.device("cpu"))
     chosen, share, alive = rows_and_shares(kept, minis, ranks)
     assert alive == max(1, minis - 1) and len(chosen) == len(share) == rows // minis * alive
     by_mini = torch.arange(rows).reshape(ranks, minis, -1)

@@ -90,6 +90,7 @@ def test_what_a_small_step_of_lora_adds_arrives():
 
 # modulations, embeddings of text and time, and the images that some of Wan's models begin with
 FEW_TOKENS = ("norm", "mod", "embed", "proj_in", "attn2.add_")
+EMBEDDED = {"proj", "text_proj"}  # of CogView4, whose embedding of patches is a block to diffusers
 
 
 @pytest.fixture
@@ -116,7 +117,7 @@ def test_every_architecture_declares_its_layers(name, any_side):
             for name, m in block.named_modules(prefix="block")
             if isinstance(m, torch.nn.Linear) and m not in seen
         }
-        assert all(any(word in name for word in FEW_TOKENS) for name in left), left
+        assert all(any(word in name for word in FEW_TOKENS) for name in left - EMBEDDED), left
 
 
 def drawn(engine, precision=None, **params):

@@ -9,7 +9,6 @@ from typing import Any
 
 from verl_omni.report.galleries import file_of, read_samples
 from verl_omni.utils.image_files import frames_in, opened_image
-from verl_omni.utils.pictures import animation
 from verl_omni.utils.readable import readable
 
 MOST = 16  # of a step: trackers keep all of them for ever
@@ -76,6 +75,9 @@ def to_tensorboard(adapter: Any, pictures: Sequence[Picture], step: int) -> None
         is_mp4 = one.file.suffix == ".mp4"
         if is_mp4 and importlib.util.find_spec("av") is None:
             continue
+        if is_mp4:
+            from verl_omni.utils.pictures import animation  # torch
+
         content = animation(list(frames_in(one.file))) if is_mp4 else one.file.read_bytes()
         with opened_image(content) as image:
             width, height = image.size

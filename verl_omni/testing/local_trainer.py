@@ -84,9 +84,8 @@ class _LocalWorkers:
         agents = _Handle(agent_loop_worker(config)(config, servers, rewards))
         self.agent_loop_manager = _LocalAgentLoops(config, servers, rewards, [agents])
 
-    def end_drawing(self) -> bool:
+    def end_drawing(self) -> None:
         self.rollouts.end()
-        return True
 
     def changes(self) -> list[int]:
         return [self.actor_wg.worker.changes()]

@@ -72,7 +72,8 @@ class DiffusionWorker(Worker):
         self.ref_config: DiffusionRefConfig = OmegaConf.to_object(config.actor_rollout_ref.ref)
         self._group = dist.group.WORLD if join_process_group() else None
         self.rollout = None
-        self.trajectories, self._under_way = TrajectoryStore(self.actor_config.engine.sample_offload), UnderWay()
+        common = self.actor_config.engine
+        self.trajectories, self._under_way = TrajectoryStore(common.sample_offload), UnderWay()
         self._settled = False
         self._rollout_scope = contextlib.ExitStack()
 

@@ -17,6 +17,7 @@ MULTIPLE = 16
 
 @DiffusionModelBase.register("CogView4Pipeline", algorithm="flow_grpo")
 class CogView4(UnshiftedTime):
+    fp8_modules = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"]
     shares_tokens = False
     pipeline_defaults = {"negative_prompt": "", "max_sequence_length": 1024}
 

@@ -21,6 +21,7 @@ from verl_omni.pipelines.utils import check_length, encode_pixels, forward_by_le
 @DiffusionModelBase.register("GlmImagePipeline", algorithm="flow_grpo")
 class GlmImage(UnshiftedTime):
     size_multiple = 4
+    fp8_modules = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"]
     shares_tokens = False
     libraries = ("glm_image",)  # diffusers writes it where it means transformers: both have a module of this name
     pipeline_defaults = {"negative_prompt": "", "max_sequence_length": 2048}

@@ -26,7 +26,6 @@ from verl_omni.trainer.placement import Placement
 from verl_omni.trainer.progress import Stages, tell, timer
 from verl_omni.trainer.run_folder.checkpoints import Checkpoints, WholeStep
 from verl_omni.trainer.run_folder.opening import open_folder
-from verl_omni.utils.errors import RunError
 from verl_omni.workers.engine.registry import layout_of
 from verl_omni.workers.losses import build_loss_function
 
@@ -236,16 +235,14 @@ class BaseRayDiffusionTrainer(Sampling):
             self.callbacks.on_checkpoint(self.run, path)
 
     def _save_after_failure(self) -> None:
-        if not self.end_drawing():
-            raise RunError("a rank is still drawing, and waits for another or does not answer")
+        self.end_drawing()
         self.save_checkpoint()
         self._finish_saving()  # nothing comes after it
 
-    def end_drawing(self) -> bool:
-        """Ranks that draw may have other weights in their place; whether all have the trained ones again."""
-        if not self.online or not self.config.actor_rollout_ref.hybrid_engine:
-            return True
-        return ending.answers(self.actor_wg, "stop_rollout", ending.SECONDS_TO_END_DRAWING) is not None
+    def end_drawing(self) -> None:
+        """Ranks that draw may have other weights in their place: until all have the trained ones again."""
+        if self.online and self.config.actor_rollout_ref.hybrid_engine:
+            ending.end_drawing(self.actor_wg)
 
     def changes(self) -> list[int] | None:
         """How often each rank has changed what a checkpoint holds; None where one does not answer."""

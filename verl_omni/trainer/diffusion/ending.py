@@ -44,6 +44,12 @@ def save_what_is_whole(
         print(f"step {whole.step} could not be saved: {what_failed(error)}", flush=True)
 
 
+def end_drawing(workers: Any) -> None:
+    """Until every rank has ended it, or an error."""
+    if answers(workers, "stop_rollout", SECONDS_TO_END_DRAWING) is None:
+        raise RunError("a rank is still drawing, and waits for another or does not answer")
+
+
 def answers(workers: Any, method: str, seconds: float | None = None) -> list[Any] | None:
     """What each rank answers; None where one is dead or does not answer."""
     asked = workers.execute_all_async(method)

@@ -24,7 +24,7 @@ from verl_omni.config import (
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.workers.engine.fp8 import Fp8Layers
 from verl_omni.workers.engine.policies import Policies
-from verl_omni.workers.engine.replay import Batch
+from verl_omni.workers.engine.replay import Batch, Replay
 from verl_omni.workers.layout import Layout
 
 # Under this type of model verl's registry knows the engines that train diffusion models.
@@ -52,6 +52,8 @@ class TrainingEngine(BaseEngine, ABC):
     parts: dict[str, torch.nn.Module]
     parameters: dict[str, torch.nn.Parameter]
     policies: Policies
+    #: how samples become forwards
+    replay: Replay
     optimizer: torch.optim.Optimizer
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler
     #: pairs in one forward, of which so many belong together
