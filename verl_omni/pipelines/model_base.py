@@ -50,6 +50,9 @@ class DiffusionModelBase:
     size_multiple: ClassVar[int] = 2
     # What `rollout.pipeline` leaves null, as the upstream pipeline has it.
     pipeline_defaults: ClassVar[dict[str, Any]] = {"negative_prompt": "", "max_sequence_length": 512}
+    # The upstream pipeline's `guidance_scale`, where that is what guides away from a negative prompt; None: where
+    # `true_cfg_scale` is.
+    default_guidance: ClassVar[float | None] = None
     # Arguments of the transformer that are the same for all rows of a batch, such as positions.
     rowless_inputs: ClassVar[tuple[str, ...]] = ()
     # The attention kernel on a GPU where the user names none (actor.engine.attention_backend); None: diffusers' choice.
@@ -212,7 +215,10 @@ class DiffusionModelBase:
     @classmethod
     def cfg_scale(cls, model_config: DiffusionModelConfig) -> float:
         """Strength of classifier-free guidance; 1 or less means that there is no unconditional half."""
-        return model_config.pipeline.true_cfg_scale
+        pipeline = model_config.pipeline
+        if cls.default_guidance is None:
+            return pipeline.true_cfg_scale
+        return cls.default_guidance if pipeline.guidance_scale is None else pipeline.guidance_scale
 
     @classmethod
     def unguided(cls, model_config: DiffusionModelConfig) -> DiffusionModelConfig:

@@ -16,17 +16,13 @@ from verl_omni.pipelines.utils import t5_ids
 
 @DiffusionModelBase.register("ChromaPipeline", algorithm="flow_grpo")
 class Chroma(Flux):
+    default_guidance = 5.0
     attention_backend = None  # the one that FLUX.1 prefers takes no mask
     shares_tokens = False
 
     @classmethod
     def pipeline_knobs(cls, model_config: DiffusionModelConfig) -> set[str]:
         return {"guidance_scale"}
-
-    @classmethod
-    def cfg_scale(cls, model_config: DiffusionModelConfig) -> float:
-        scale = model_config.pipeline.guidance_scale
-        return 5.0 if scale is None else scale
 
     @classmethod
     def model_inputs(

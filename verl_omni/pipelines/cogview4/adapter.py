@@ -17,6 +17,7 @@ MULTIPLE = 16
 
 @DiffusionModelBase.register("CogView4Pipeline", algorithm="flow_grpo")
 class CogView4(UnshiftedTime):
+    default_guidance = 5.0
     fp8_modules = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"]
     shares_tokens = False
     pipeline_defaults = {"negative_prompt": "", "max_sequence_length": 1024}
@@ -24,11 +25,6 @@ class CogView4(UnshiftedTime):
     @classmethod
     def pipeline_knobs(cls, model_config: DiffusionModelConfig) -> set[str]:
         return {"guidance_scale"}
-
-    @classmethod
-    def cfg_scale(cls, model_config: DiffusionModelConfig) -> float:
-        scale = model_config.pipeline.guidance_scale
-        return 5.0 if scale is None else scale
 
     @classmethod
     def model_inputs(

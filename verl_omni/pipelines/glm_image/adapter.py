@@ -20,6 +20,7 @@ from verl_omni.pipelines.utils import check_length, encode_pixels, forward_by_le
 
 @DiffusionModelBase.register("GlmImagePipeline", algorithm="flow_grpo")
 class GlmImage(UnshiftedTime):
+    default_guidance = 1.5
     size_multiple = 4
     fp8_modules = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"]
     shares_tokens = False
@@ -29,11 +30,6 @@ class GlmImage(UnshiftedTime):
     @classmethod
     def pipeline_knobs(cls, model_config: DiffusionModelConfig) -> set[str]:
         return {"guidance_scale"}
-
-    @classmethod
-    def cfg_scale(cls, model_config: DiffusionModelConfig) -> float:
-        scale = model_config.pipeline.guidance_scale
-        return 1.5 if scale is None else scale
 
     @classmethod
     def tokens(cls, model_config: DiffusionModelConfig) -> int:

@@ -20,6 +20,7 @@ MOST_SECONDS = 30.0  # upstream makes no more, whatever it is asked for
 
 @DiffusionModelBase.register("LongCatAudioDiTPipeline", algorithm="flow_grpo")
 class LongCatAudio(DiffusionModelBase):
+    default_guidance = 4.0
     fp8_modules = ["to_q", "to_k", "to_v", "to_out.0", "ffn.ff.0", "ffn.ff.3"]
     size_multiple = 1
     pipeline_defaults = {"negative_prompt": "", "max_sequence_length": 512, "audio_duration_s": 10.0}
@@ -40,11 +41,6 @@ class LongCatAudio(DiffusionModelBase):
     def tokens(cls, model_config: DiffusionModelConfig) -> int:
         vae, seconds = read_component_config(model_config.path, "vae"), model_config.pipeline.audio_duration_s
         return max(1, int(seconds * vae["sample_rate"] // vae["downsampling_ratio"]))
-
-    @classmethod
-    def cfg_scale(cls, model_config: DiffusionModelConfig) -> float:
-        scale = model_config.pipeline.guidance_scale
-        return 4.0 if scale is None else scale
 
     @classmethod
     def build_scheduler(cls, model_config: DiffusionModelConfig):

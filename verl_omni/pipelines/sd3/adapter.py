@@ -13,6 +13,7 @@ CLIP_LENGTH = 77
 
 @DiffusionModelBase.register("StableDiffusion3Pipeline", algorithm="flow_grpo")
 class StableDiffusion3(DiffusionModelBase):
+    default_guidance = 7.0
     lora_target_modules = [
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
         "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
@@ -27,11 +28,6 @@ class StableDiffusion3(DiffusionModelBase):
     @classmethod
     def pipeline_knobs(cls, model_config: DiffusionModelConfig) -> set[str]:
         return {"guidance_scale"}
-
-    @classmethod
-    def cfg_scale(cls, model_config: DiffusionModelConfig) -> float:
-        scale = model_config.pipeline.guidance_scale
-        return 7.0 if scale is None else scale
 
     @classmethod
     def set_timesteps(cls, scheduler, model_config: DiffusionModelConfig, device: torch.device | str) -> None:

@@ -32,6 +32,7 @@ class Experts(torch.nn.ModuleDict):
 
 @DiffusionModelBase.register("WanPipeline", algorithm="flow_grpo")
 class Wan(DiffusionModelBase):
+    default_guidance = 5.0
     with_images = "WanImageToVideoPipeline"
     lora_target_modules = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
     fp8_modules = lora_target_modules
@@ -50,11 +51,6 @@ class Wan(DiffusionModelBase):
     def tokens(cls, model_config: DiffusionModelConfig) -> int:
         step = read_component_config(model_config.path, "vae")["scale_factor_temporal"]
         return ((cls.num_frames(model_config) - 1) // step + 1) * super().tokens(model_config)
-
-    @classmethod
-    def cfg_scale(cls, model_config: DiffusionModelConfig) -> float:
-        scale = model_config.pipeline.guidance_scale
-        return 5.0 if scale is None else scale
 
     # Published folders come with UniPC, whose sigmas we walk with one-step methods.
 

@@ -18,6 +18,7 @@ LAST_STEP_IS_IDLE = not diffusers_since("0.39")
 
 @DiffusionModelBase.register("ZImagePipeline", algorithm="flow_grpo")
 class ZImage(DiffusionModelBase):
+    default_guidance = 5.0
     lora_target_modules = [
         "attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0",
         "feed_forward.w1", "feed_forward.w2", "feed_forward.w3",
@@ -30,8 +31,7 @@ class ZImage(DiffusionModelBase):
 
     @classmethod
     def cfg_scale(cls, model_config: DiffusionModelConfig) -> float:
-        scale = model_config.pipeline.guidance_scale
-        return 1.0 + (5.0 if scale is None else scale)
+        return 1.0 + super().cfg_scale(model_config)
 
     @classmethod
     def num_steps(cls, model_config: DiffusionModelConfig) -> int:
