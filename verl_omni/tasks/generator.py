@@ -22,6 +22,7 @@ from verl_omni.pipelines.single_frame_vae import speed_up_single_frames
 from verl_omni.quickstart.checkpoint import encode, load_pipeline, take_step
 from verl_omni.testing.tiny_random import QWEN_IMAGE_PREFIX
 from verl_omni.testing.tiny_text import qwen_text_encoder, qwen_tokenizer
+from verl_omni.workers.engine.compile.blocks import compile_blocks
 
 if TYPE_CHECKING:
     from diffusers import QwenImagePipeline
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 LATENT_CHANNELS = 8
 CLEAR = 0.97  # what drawn pictures have to score through the VAE
 HEAD = 32
+COOLING = 0.4  # of the time, at its end: the learning rate goes to 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +40,8 @@ class Size:
     layers: int = 5
     heads: int = 6
     text_width: int = 128
-    vae_width: int = 8
-    pictures: int = 40_000
+    vae_width: int = 16
+    pictures: int = 100_000
     vae_steps: int = 900
     vae_batch: int = 256
     vae_crop: int = 32
@@ -49,8 +51,8 @@ class Size:
     lr: float = 1e-3
     warmup: int = 100
     average: float = 0.999
-    steps: int = 30_000
-    score_every: int = 200
+    steps: int = 100_000
+    score_every: int = 1000
     score_pictures: int = 192
 
 
@@ -79,7 +81,7 @@ def make_generator(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")  # the same as elsewhere on a CPU
     torch.manual_seed(seed)
-    pictures, asked = task.training_pictures(size.pictures, seed, device)
+    pictures, asked = task.training_pictures(min(size.pictures, task.PICTURES), seed, device)
     pipeline = (untrained(task, size) if begun is None else load_pipeline(begun)).to(device)
     images = pictures[:, :, None].float() / 127.5 - 1
     speed_up_single_frames(pipeline.vae)
@@ -93,14 +95,17 @@ def make_generator(
 
     reached: dict[str, float] = {}
 
+    def left() -> float:
+        return max(0.0, 1 - (time.monotonic() - began) / seconds)
+
     def enough(step: int, loss: float) -> bool:
         counted, graded = score(pipeline, task, size.score_pictures, seed)
         reached.update(step=step, score=counted, graded=graded, loss=loss)
         told = time.monotonic() - began
         print(f"{told:.0f} s: step {step}, loss {loss:.3f}, score {counted:.3f}, graded {graded:.3f}", flush=True)
-        return counted >= target or told > seconds
+        return counted >= target or not left()
 
-    train_transformer(pipeline, latents, [prompt for prompt, _ in asked], size, enough)
+    train_transformer(pipeline, latents, [prompt for prompt, _ in asked], size, left, enough)
     unfinished = out.with_name(f"{out.name}.unfinished-{os.getpid()}")
     pipeline.to("cpu", torch.float16).save_pretrained(unfinished)
     made = {"task": task.NAME, "seed": seed, **dataclasses.asdict(size), "target": target, **reached}
@@ -148,12 +153,12 @@ def train_vae(pipeline: "QwenImagePipeline", images: torch.Tensor, size: Size) -
     It sees parts of pictures: convolutions learn the same from them, and most of a picture is ground.
     """
     vae = pipeline.vae
-    optimizer = torch.optim.AdamW(vae.parameters(), size.vae_lr, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(vae.parameters(), size.vae_lr, weight_decay=0.0, fused=images.is_cuda)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, size.vae_lr, total_steps=size.vae_steps, pct_start=0.15)
     for _ in range(size.vae_steps):
         target = cut(images[torch.randint(len(images), (size.vae_batch,), device=images.device)], size.vae_crop)
         latents = vae.encode(target).latent_dist.mean
-        noise = 0.05 * latents.std().detach() * torch.randn_like(latents)
+        noise = 0.1 * latents.std().detach() * torch.randn_like(latents)
         take_step(vae, optimizer, schedule, F.mse_loss(vae.decode(latents + noise).sample, target))
 
 
@@ -168,14 +173,19 @@ def train_transformer(
     latents: torch.Tensor,
     prompts: list[str],
     size: Size,
+    left: Callable[[], float],
     enough: Callable[[int, float], bool],
 ) -> None:
     """Flow matching: from `x_t = (1 - t) x + t noise` predict `noise - x`, t uniform in [0, 1].
 
-    What is scored and kept is a moving average of the weights, which draws better than they do at any time.
+    What is scored and kept is a moving average of the weights, which draws better than they do at any time. On a GPU
+    the blocks are compiled, and compute in bfloat16. `left` is the share of the time that is left.
     """
     transformer, device = pipeline.transformer, latents.device
+    on_gpu = device.type == "cuda"
     average = copy.deepcopy(transformer).requires_grad_(False)
+    if on_gpu:
+        compile_blocks({"transformer": transformer})
     texts = list(dict.fromkeys(prompts))
     with torch.no_grad():
         embeds, mask = pipeline.encode_prompt(texts)
@@ -184,26 +194,28 @@ def train_transformer(
     channels, _, height, width = latents.shape[1:]
     clean = pipeline._pack_latents(latents, len(latents), channels, height, width)
     shapes = [[(1, height // 2, width // 2)]] * size.batch
-    optimizer = torch.optim.AdamW(transformer.parameters(), size.lr, fused=device.type == "cuda")
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1, (i + 1) / size.warmup))
+    optimizer = torch.optim.AdamW(transformer.parameters(), size.lr, fused=on_gpu)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1, (i + 1) / size.warmup, left() / COOLING))
     losses: list[torch.Tensor] = []  # since the last score
     for step in range(1, size.steps + 1):
         chosen = torch.randint(len(clean), (size.batch,), device=device)
         x, text = clean[chosen], text_of[chosen]
-        noise, t = torch.randn_like(x), torch.rand(size.batch, device=device)
-        velocity = transformer(
-            hidden_states=torch.lerp(x, noise, t[:, None, None]),
-            timestep=t,
-            encoder_hidden_states=embeds[text],
-            encoder_hidden_states_mask=None if mask is None else mask[text],
-            img_shapes=shapes,
-            return_dict=False,
-        )[0]
-        loss = F.mse_loss(velocity, noise - x)
+        # A t that bfloat16 can hold, as the transformer would round it; the times of a rollout are such.
+        noise, t = torch.randn_like(x), torch.rand(size.batch, device=device).bfloat16().float()
+        with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
+            velocity = transformer(
+                hidden_states=torch.lerp(x, noise, t[:, None, None]),
+                timestep=t,
+                encoder_hidden_states=embeds[text],
+                encoder_hidden_states_mask=None if mask is None else mask[text],
+                img_shapes=shapes,
+                return_dict=False,
+            )[0]
+        loss = F.mse_loss(velocity.float(), noise - x)
         take_step(transformer, optimizer, schedule, loss)
         losses.append(loss.detach())
         follow(average, transformer, min(size.average, step / (step + 9)))
-        if step % size.score_every == 0 or step == size.steps:
+        if step % size.score_every == 0 or step == size.steps or not left():
             pipeline.register_modules(transformer=average)
             if enough(step, torch.stack(losses).mean().item()):
                 return

@@ -22,6 +22,7 @@ from verl_omni.tasks.shapes import NAMES, SIZE, Found, draw, find
 NAME = "scenes"
 HEIGHT = WIDTH = SIZE
 NUM_INFERENCE_STEPS = 8
+PICTURES = 100_000  # to train a generator with
 COUNTED, SECOND = "correct", "nothing_else"  # of what the reward tells: what is reported, what is watched
 LIMITS = Limits(threshold=0.65, counting_threshold=0.65)
 COUNTS = {2: "two", 3: "three", 4: "four"}
