@@ -6,12 +6,14 @@
 
 Every run is the real trainer's step with the task's recipe and the settings of RUNS, so many runs at once on one card,
 each for so many seconds of training (validation is not counted). A run's curve is a small JSON file; runs whose file is
-there are not repeated, so a later call adds to them. `--alone` takes a few steps of each algorithm without neighbours,
-for its seconds a step. Further arguments are overrides of the recipe.
+there are not repeated, so a later call adds to them. After `--within` seconds all runs validate and end, and no other
+is started; of a run that is killed the table counts the points that it has left. `--alone` takes a few steps of each
+algorithm without neighbours, for its seconds a step. Further arguments are overrides of the recipe.
 """
 
 import argparse
 import json
+import math
 import shutil
 import sys
 import time
@@ -20,7 +22,8 @@ from statistics import fmean, median
 from typing import Any
 
 from benchmarks.compare_algorithms import ACTOR, ALGORITHMS, ROLLOUT
-from benchmarks.local_runs import Job, import_everything, run_all
+from benchmarks.learning_table import SO_FAR, figure, read_curves, table
+from benchmarks.local_runs import Job, import_everything, run_all, write
 from benchmarks.staleness import typed
 
 RUNS = ALGORITHMS | {
@@ -60,27 +63,39 @@ def settings(task: str, model: Path, algorithm: str, seed: int, lr: float, more:
     ]
 
 
-def learn(task: str, given: list[str], folder: str, seconds: float, every: float, most_steps: int) -> dict[str, Any]:
-    """Train for so long, validating every so many seconds of training: the curve."""
+def learn(
+    what: dict[str, Any],
+    given: list[str],
+    folder: str,
+    seconds: float,
+    every: float,
+    most_steps: int,
+    deadline: float = math.inf,
+) -> dict[str, Any]:
+    """Train for so long, validating every so many seconds of training: the curve, with `what` is said of the run."""
+    import torch
+
     from verl_omni.tasks import find_task
     from verl_omni.testing.local_trainer import local_config, local_trainer
 
-    run_dir = Path(folder)
+    torch.set_float32_matmul_precision("high")  # the same as elsewhere on a CPU
+    run_dir, task = Path(folder), find_task(what["task"])
     trainer = local_trainer(local_config([*given, f"trainer.default_local_dir={run_dir}"]))
     trainer.pace, n = trainer.new_pace(), trainer.config.actor_rollout_ref.rollout.n
     points, steps, images, trained = [], [], 0, 0.0
     while True:
-        done = trained >= seconds or trainer.global_step >= most_steps
+        done = trained >= seconds or trainer.global_step >= most_steps or time.monotonic() > deadline
         if done or trained >= every * len(points):
             trainer.validate()
             kept = run_dir / "validation" / f"step_{trainer.global_step}"
-            told = look_back(find_task(task), kept)
+            told = look_back(task, kept)
             points.append({"step": trainer.global_step, "images": images, "seconds": round(trained, 2), **told})
             print(points[-1], flush=True)
             shutil.rmtree(kept)
-            (run_dir / "so_far.json").write_text(json.dumps({"points": points, "steps": steps}))
+            curve = {**what, "device": device_name(), "points": points, "steps": steps}
+            write(run_dir / SO_FAR, curve)
         if done:
-            break
+            return curve
         began = time.perf_counter()
         batch, metrics = trainer.training_step(trainer.pace, {})
         took = time.perf_counter() - began
@@ -89,7 +104,6 @@ def learn(task: str, given: list[str], folder: str, seconds: float, every: float
         drawn = metrics.get("filter_groups/drawn", 0) * n or len(batch)
         images += int(drawn + metrics.get("pool/drawn", 0))
         steps.append([round(took, 3), round(batch.batch["rm_scores"].nanmean().item(), 4)])
-    return {"points": points, "steps": steps, "device": device_name()}
 
 
 def device_name() -> str:
@@ -134,7 +148,7 @@ def diversity(pictures: dict[str, list[Path]]) -> float:
 
 def seconds_alone(task: str, given: list[str], folder: str, steps: int) -> dict[str, Any]:
     """Of a step with no neighbours: the median without the first two."""
-    curve = learn(task, given, folder, float("inf"), float("inf"), steps)
+    curve = learn({"task": task}, given, folder, math.inf, math.inf, steps)
     return {"seconds": round(median(took for took, _ in curve["steps"][2:]), 3), "device": curve["device"]}
 
 
@@ -150,13 +164,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150, help="of training, each run (%(default)s)")
     parser.add_argument("--every", type=float, default=10, help="seconds between validations (%(default)s)")
     parser.add_argument("--steps", type=int, default=10**6, help="a run ends after so many (%(default)s)")
+    parser.add_argument("--within", type=float, default=math.inf, help="seconds for all runs together (%(default)s)")
     parser.add_argument("--alone", action="store_true", help="a few steps of each algorithm, one after the other")
     parser.add_argument("--table", action="store_true", help="run nothing; print the table of what is there")
     parser.add_argument("--figure", type=Path, help="with --table: an SVG to write")
     options, more = parser.parse_known_args()
     if options.table:
-        from benchmarks.learning_table import figure, read_curves, table
-
         curves = read_curves(options.out)
         print(table(curves))
         if options.figure:
@@ -164,6 +177,7 @@ def main() -> None:
         return
     if options.model is None:
         parser.error("--model is needed: python -m verl_omni.tasks make scenes FOLDER")
+    deadline = time.monotonic() + options.within
     import_everything()
     scratch = options.out / "runs"
     jobs = []
@@ -179,16 +193,12 @@ def main() -> None:
                 else:
                     what = {"task": options.task, "algorithm": algorithm, "lr": lr, "seed": seed, "settings": more}
                     what["parallel"] = options.parallel
-                    told = (what, given, folder, options.seconds, options.every, options.steps)
-                    jobs.append(Job(options.out / f"{name}.json", curve_of, told))
-    failed = run_all(jobs, 1 if options.alone else options.parallel)
-    shutil.rmtree(scratch, ignore_errors=True)
+                    told = (what, given, folder, options.seconds, options.every, options.steps, deadline)
+                    jobs.append(Job(options.out / f"{name}.json", learn, told))
+    failed = run_all(jobs, 1 if options.alone else options.parallel, deadline)
     if failed:
         sys.exit(f"error: failed, and their .log files say why: {', '.join(map(str, failed))}")
-
-
-def curve_of(what: dict[str, Any], given: list[str], folder: str, *limits: Any) -> dict[str, Any]:
-    return {**what, **learn(what["task"], given, folder, *limits)}
+    shutil.rmtree(scratch, ignore_errors=True)
 
 
 if __name__ == "__main__":

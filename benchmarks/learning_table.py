@@ -9,6 +9,7 @@ from typing import Any
 
 Curve = dict[str, Any]
 YARDSTICK = "flow_grpo"
+SO_FAR = "so_far.json"  # in the folder of a run that goes on or was killed
 LEVELS = (0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 INKS = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#66a61e", "#e6ab02", "#a6761d", "#666666")
 # What the authors of each say of their own, on large models and tasks of their own choice.
@@ -22,12 +23,24 @@ CLAIMS = {
 
 
 def read_curves(folder: Path) -> dict[str, list[Curve]]:
-    """By algorithm, the runs with the learning rate that ended highest among those tried."""
+    """By algorithm, the runs with the learning rate that ended highest among those tried.
+
+    What a run has left that was killed counts as well. Among the runs of an algorithm those that were cut short do not,
+    where one was not: all would be seen only as far as the shortest.
+    """
+    whole = sorted(folder.glob("*.json"))
+    names = {file.stem for file in whole}
+    parts = [file for file in sorted(folder.glob(f"runs/*/{SO_FAR}")) if file.parent.name not in names]
     tried: dict[str, dict[float, list[Curve]]] = {}
-    for file in sorted(folder.glob("*.json")):
-        curve = json.loads(file.read_text())
+    for curve in (json.loads(file.read_text()) for file in [*whole, *parts]):
         tried.setdefault(curve["algorithm"], {}).setdefault(curve["lr"], []).append(curve)
-    return {name: max(rates.values(), key=lambda runs: fmean(map(ending, runs))) for name, rates in tried.items()}
+    best = {name: max(rates.values(), key=lambda runs: fmean(map(ending, runs))) for name, rates in tried.items()}
+    return {name: [run for run in runs if length(run) >= 0.8 * max(map(length, runs))] for name, runs in best.items()}
+
+
+def length(curve: Curve) -> float:
+    """Seconds of training."""
+    return curve["points"][-1]["seconds"]
 
 
 def ending(curve: Curve) -> float:
@@ -63,7 +76,7 @@ def table(curves: dict[str, list[Curve]]) -> str:
     """A line for each algorithm, the best first."""
     own = curves.get(YARDSTICK) or next(iter(curves.values()))
     images = min(run["points"][-1]["images"] for run in own) / 2
-    seconds = min(run["points"][-1]["seconds"] for runs in curves.values() for run in runs)
+    seconds = min(length(run) for runs in curves.values() for run in runs)
     levels = [level for level in LEVELS if time_to(own, level) is not None][-2:]
     heads = ["algorithm", "lr", "seeds", "start", "end (lowest to highest)", f"at {images:.0f} images"]
     heads += [f"at {seconds:.0f} s", *(f"time to {level:g}" for level in levels)]
@@ -97,7 +110,7 @@ def relative(own: float, others: float | None) -> str:
 def figure(curves: dict[str, list[Curve]], width: int = 860, height: int = 460) -> str:
     """An SVG: the mean score of each algorithm against seconds of training."""
     left, right, top, bottom = 50, 190, 20, 45
-    ends = {name: min(run["points"][-1]["seconds"] for run in runs) for name, runs in curves.items()}
+    ends = {name: min(map(length, runs)) for name, runs in curves.items()}
     scores = [point["score"] for runs in curves.values() for run in runs for point in run["points"]]
     low, high, last = min(scores) - 0.02, min(1.0, max(scores) + 0.02), max(ends.values())
 

@@ -1,6 +1,7 @@
 """Many runs at once on one machine, each in a process of its own without Ray, all forked from one that has imported."""
 
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -32,12 +33,18 @@ def import_everything() -> None:
     flops.PEAKS.clear()  # FLOP rates are not shown, and each run would wait for them to be counted
 
 
-def run_all(jobs: list[Job], parallel: int) -> list[Path]:
-    """Those that are not there yet, so many at a time; one that fails leaves the others alone. Returns the failed."""
+def run_all(jobs: list[Job], parallel: int, deadline: float = math.inf) -> list[Path]:
+    """Those that are not there yet, so many at a time; one that fails leaves the others alone. Returns the failed.
+
+    None is started after the `deadline`, a time of `time.monotonic`, which is the same in every process.
+    """
     waiting = [job for job in jobs if not job.file.exists()]
     running: dict[Any, Job] = {}
     failed = []
     while waiting or running:
+        if waiting and time.monotonic() > deadline:
+            print(f"not started for want of time: {len(waiting)}", file=sys.stderr, flush=True)
+            waiting.clear()
         while waiting and len(running) < parallel:
             job = waiting.pop(0)
             job.file.parent.mkdir(parents=True, exist_ok=True)
@@ -60,9 +67,13 @@ def _work(job: Job) -> None:
     import torch
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    told = job.work(*job.given)
-    unfinished = job.file.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(told) + "\n")
-    unfinished.replace(job.file)
+    write(job.file, job.work(*job.given))
     sys.stdout.flush()
     os._exit(0)  # a trainer's threads would be waited for
+
+
+def write(file: Path, told: dict[str, Any]) -> None:
+    """Whole or not at all: a process may be killed at any time."""
+    unfinished = file.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(told) + "\n")
+    unfinished.replace(file)

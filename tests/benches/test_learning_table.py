@@ -1,6 +1,7 @@
 """The table and the figure of learning, from curves whose answers are known."""
 
 import json
+import time
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from benchmarks.endings import best
 from benchmarks.endings import table as table_of_endings
 from benchmarks.learning_table import at, ending, figure, mean_at, read_curves, table, time_to
+from benchmarks.local_runs import Job, run_all
 
 
 def curve(algorithm, slope, seed=0, lr=1e-4):
@@ -30,6 +32,23 @@ def folder(tmp_path):
 def test_of_each_algorithm_the_best_learning_rate_counts(folder):
     curves = read_curves(folder)
     assert [run["seed"] for run in curves["awm"]] == [0, 1] and curves["awm"][0]["lr"] == 1e-4
+
+
+def test_a_run_that_was_killed_counts_unless_another_went_further(folder):
+    for name, seed in (("crd", 0), ("awm", 2)):
+        (folder / "runs" / name).mkdir(parents=True)
+        cut = curve(name, 0.05, seed) | {"points": curve(name, 0.05)["points"][:3]}
+        (folder / "runs" / name / "so_far.json").write_text(json.dumps(cut))
+    curves = read_curves(folder)
+    assert [run["seed"] for run in curves["awm"]] == [0, 1] and len(curves["crd"][0]["points"]) == 3
+    (folder / "crd.json").write_text(json.dumps(curve("crd", 0.05)))
+    assert [len(run["points"]) for run in read_curves(folder)["crd"]] == [4]
+
+
+def test_after_the_deadline_no_run_is_started(tmp_path, capsys):
+    job = Job(tmp_path / "never.json", dict, ())
+    assert run_all([job], 1, deadline=time.monotonic() - 1) == [] and not job.file.exists()
+    assert "not started for want of time: 1" in capsys.readouterr().err
 
 
 def test_between_two_validations_the_curve_is_straight(folder):

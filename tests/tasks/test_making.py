@@ -63,8 +63,10 @@ def test_a_run_leaves_its_curve(folder, tmp_path):
         "actor_rollout_ref.rollout.pipeline.num_inference_steps=2",
     ]  # fmt: skip
     given = settings("scenes", folder, "flow_grpo", 0, 1e-4, little)
-    curve = learn("scenes", given, str(tmp_path / "run"), seconds=60.0, every=1e-9, most_steps=1)
+    curve = learn({"task": "scenes"}, given, str(tmp_path / "run"), seconds=60.0, every=1e-9, most_steps=1)
     first, last = curve["points"]
     assert (first["images"], last["images"], len(curve["steps"])) == (0, 4, 1)
     assert set(last["tags"]) == set(first["tags"]) and 0 <= last["score"] <= 1 and last["diversity"] > 0
-    json.dumps(curve)
+    assert json.loads((tmp_path / "run/so_far.json").read_text()) == curve
+    ended = learn({"task": "scenes"}, given, str(tmp_path / "late"), 60.0, 1e-9, most_steps=9, deadline=0.0)
+    assert len(ended["points"]) == 1 and not ended["steps"]
