@@ -11,6 +11,7 @@ import argparse
 import json
 import shutil
 import sys
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -72,22 +73,27 @@ def train(recipe: str, seed: int, out: str, steps: int, more: list[str]) -> dict
     return told | {"seconds": found[max(found)][2]}
 
 
-def run(recipes: list[str], seeds: list[int], options: argparse.Namespace, more: list[str]) -> dict[str, list[Scores]]:
-    jobs, files = [], {}
-    for recipe in recipes:
-        for seed in seeds:
-            name = f"{recipe}_seed{seed}".replace(" ", "_").replace(",", "")
-            files[recipe, seed] = options.out / f"{name}.json"
-            given = (recipe, seed, str(options.out), options.steps, more)
-            jobs.append(Job(files[recipe, seed], train, given))
+def run(wanted: list[tuple[str, int]], options: argparse.Namespace, more: list[str]) -> None:
+    """Train each recipe with its seed."""
+    jobs = [
+        Job(file_of(options.out, *one), train, (*one, str(options.out), options.steps, more))
+        for one in dict.fromkeys(wanted)
+    ]
     failed = run_all(jobs, options.parallel)
     if failed:
         sys.exit(f"error: failed, and their .log files say why: {', '.join(map(str, failed))}")
-    found: dict[str, list[Scores]] = {}
-    for (recipe, _), file in files.items():
-        told = json.loads(file.read_text())["scores"]
-        found.setdefault(recipe, []).append({int(step): score for step, score in told.items()})
-    return found
+
+
+def file_of(out: Path, recipe: str, seed: int) -> Path:
+    return out / f"{recipe}_seed{seed}.json".replace(" ", "_").replace(",", "")
+
+
+def read(out: Path, recipes: list[str], seeds: list[int]) -> dict[str, list[Scores]]:
+    def scores(recipe: str, seed: int) -> Scores:
+        told = json.loads(file_of(out, recipe, seed).read_text())["scores"]
+        return {int(step): score for step, score in told.items()}
+
+    return {recipe: [scores(recipe, seed) for seed in seeds] for recipe in recipes}
 
 
 def table(found: dict[str, list[Scores]]) -> str:
@@ -124,11 +130,14 @@ def main() -> None:
     import_everything()
     shown = options.recipes
     if options.choose:
-        found = run(options.recipes, options.choose, options, more)
-        shown = [SHIPPED, best(found)]
+        # the shipped one is shown in any case: it need not wait
+        run([*product(options.recipes, options.choose), *product([SHIPPED], options.show)], options, more)
+        found = read(options.out, options.recipes, options.choose)
+        shown = list(dict.fromkeys([SHIPPED, best(found)]))
         print(f"{table(found)}\n\nchosen: {shown[-1]}\n", flush=True)
     if options.show:
-        print(table(run(list(dict.fromkeys(shown)), options.show, options, more)))
+        run(list(product(shown, options.show)), options, more)
+        print(table(read(options.out, shown, options.show)))
 
 
 if __name__ == "__main__":
