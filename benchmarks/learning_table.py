@@ -11,7 +11,8 @@ Curve = dict[str, Any]
 YARDSTICK = "flow_grpo"
 SO_FAR = "so_far.json"  # in the folder of a run that goes on or was killed
 LEVELS = (0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
-INKS = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#66a61e", "#e6ab02", "#a6761d", "#666666")
+INKS = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#a6761d")  # of the best, so many
+YARDSTICK_INK, OTHERS_INK = "#000000", "#c8c8c8"
 # What the authors of each say of their own, on large models and tasks of their own choice.
 CLAIMS = {
     "flow_grpo": "GenEval .63 → .95",
@@ -108,7 +109,7 @@ def relative(own: float, others: float | None) -> str:
 
 
 def figure(curves: dict[str, list[Curve]], width: int = 860, height: int = 460) -> str:
-    """An SVG: the mean score of each algorithm against seconds of training."""
+    """An SVG: the mean score of each algorithm against seconds of training; the best, and the yardstick, stand out."""
     left, right, top, bottom = 50, 190, 20, 45
     ends = {name: min(map(length, runs)) for name, runs in curves.items()}
     scores = [point["score"] for runs in curves.values() for run in runs for point in run["points"]]
@@ -127,15 +128,16 @@ def figure(curves: dict[str, list[Curve]], width: int = 860, height: int = 460) 
         parts.append(_text(float(x), height - bottom + 18, f"{seconds:.0f}", "middle"))
     parts.append(_text((left + width - right) / 2, height - 8, "seconds of training", "middle"))
     order = sorted(curves, key=lambda name: -fmean(map(ending, curves[name])))
-    for number, name in enumerate(order):
-        runs, ink, dash = curves[name], INKS[number % len(INKS)], "" if number < len(INKS) else "5,3"
+    for number, name in reversed(list(enumerate(order))):  # the best on top
+        runs, ink = curves[name], INKS[number] if number < len(INKS) else OTHERS_INK
+        ink = YARDSTICK_INK if name == YARDSTICK else ink
         grid = [ends[name] * i / 60 for i in range(61)]
         line = " ".join(place(s, mean_at(runs, "seconds", s)) for s in grid)
-        style = f'fill="none" stroke="{ink}" stroke-width="2" stroke-dasharray="{dash}"'
+        style = f'fill="none" stroke="{ink}" stroke-width="{1.2 if ink == OTHERS_INK else 2.2}"'
         parts.append(f'<polyline points="{line}" {style}/>')
         y = top + 12 + 20 * number
         parts.append(f'<path d="M{width - right + 12},{y - 4}h24" {style}/>')
-        parts.append(_text(width - right + 42, y, name, "start"))
+        parts.append(_text(width - right + 42, y, f"{name} {shown(fmean(map(ending, runs)))}", "start"))
     return _svg(parts, width, height)
 
 

@@ -70,7 +70,8 @@ def test_the_table_says_how_many_times_as_fast(folder):
 def test_the_figure_has_a_line_for_each(folder):
     root = ET.fromstring(figure(read_curves(folder)))
     lines = root.findall("{http://www.w3.org/2000/svg}polyline")
-    assert len(lines) == 2 and {"awm", "flow_grpo"} <= {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")}
+    named = {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert len(lines) == 2 and {"awm .825", "flow_grpo .725"} <= named
 
 
 def test_of_the_endings_the_highest_is_chosen_and_its_fall_is_told():
