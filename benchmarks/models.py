@@ -1,7 +1,9 @@
 """Folders of configurations and tokenizers only; `load_format=dummy` gives them random weights on the device."""
 
+import contextlib
 import inspect
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,20 @@ LTX2_VAE = {
 WAN_A14B = WAN_1_3B | {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}
 
 
+_miniature = False
+
+
+@contextlib.contextmanager
+def in_miniature() -> Iterator[None]:
+    """Folders made inside have tiny models of the same kinds, which a CPU can run."""
+    global _miniature
+    _miniature = True
+    try:
+        yield
+    finally:
+        _miniature = False
+
+
 def sd35_medium(out: Path, t5: bool = False, transformer: dict[str, Any] = SD35_MEDIUM) -> Path:
     """Real transformer and VAE. CLIP has its real widths but few layers, T5 is left out: prompts are encoded once.
 
@@ -122,7 +138,7 @@ def qwen_image(out: Path, pipeline: str = "QwenImagePipeline") -> Path:
         if text.get(rope):
             text[rope]["mrope_section"] = [16, 24, 24]
     config["vision_config"]["out_hidden_size"] = 3584
-    path.write_text(json.dumps(config))
+    _update(path, config)
     return folder
 
 
@@ -216,7 +232,7 @@ def ltx2(out: Path) -> Path:
     path = folder / "text_encoder/config.json"
     config = json.loads(path.read_text())
     config["text_config"].update({"hidden_size": 3840, "num_attention_heads": 16, "head_dim": 256})
-    path.write_text(json.dumps(config))
+    _update(path, config)
     return folder
 
 
@@ -280,4 +296,7 @@ def _components(folder: Path) -> list[tuple[str, list[str]]]:
 
 
 def _update(path: Path, values: dict[str, Any]) -> None:
+    """What a pipeline consists of is the same in miniature, and the size of its parts is not."""
+    if _miniature and path.name == "config.json":
+        return
     path.write_text(json.dumps(json.loads(path.read_text()) | values, indent=1))

@@ -14,6 +14,7 @@ import argparse
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.run import WORKS, settings
+from benchmarks.side_by_side import NOBODY_ELSE, Turns
 
 MODEL, ACTOR, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 FULL = [f"{MODEL}.lora_rank=0", f"{MODEL}.target_modules=null"]
@@ -112,7 +114,7 @@ SMALL: Settings = {
 }
 
 
-def import_everything() -> None:
+def import_everything(count_flops: bool = False) -> None:
     """Once, for all settings: each is measured in a fork, which finds it imported. No fork may find CUDA in use."""
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asks the driver whether there is a GPU, and leaves it alone
     import diffusers.loaders.peft  # noqa: F401
@@ -122,28 +124,50 @@ def import_everything() -> None:
     import verl_omni.testing.local_trainer  # noqa: F401
     from verl_omni.perf import flops
 
-    flops.PEAKS.clear()  # no FLOP rates are shown, and each setting would wait for them to be counted
+    if not count_flops:
+        flops.PEAKS.clear()  # no FLOP rates are shown, and each setting would wait for them to be counted
 
 
-def measure(work: str, images: int, overrides: list[str], moments: Path) -> dict[str, float]:
-    """Seconds and peak memory of the second step. Adam's first moments after it go to a file."""
-    import torch
-
+def two_steps(work: str, images: int, overrides: list[str], turns: Turns) -> tuple[Any, dict[str, Any]]:
+    """The trainer, without Ray, after two steps; figures of the second, and how long the first one took."""
     from verl_omni.testing.local_trainer import local_config, local_trainer
+    from verl_omni.trainer.diffusion.diffusion_metric_utils import compute_mfu_metrics
 
     with tempfile.TemporaryDirectory() as folder:
         given = [*settings(WORKS[work], images, Path(folder)), "trainer.total_training_steps=2", *overrides]
-        trainer = local_trainer(local_config(given))
-        pace = trainer.new_pace()
+        began = time.perf_counter()
         timing: dict[str, float] = {}
-        trainer.training_step(pace, {})
-        trainer.actor_wg.reset_peak_memory()
-        trainer.global_step += 1
-        _, metrics = trainer.training_step(pace, timing)
-    state = trainer.actor_wg.engine.optimizer.state.values()
-    torch.save(torch.cat([s["exp_avg"].detach().float().cpu().flatten() for s in state]), moments)
+        with turns.together():
+            trainer = local_trainer(local_config(given))
+            built, pace = time.perf_counter(), trainer.new_pace()
+            _, early = trainer.training_step(pace, {})
+        first = time.perf_counter()
+        with turns.alone():
+            trainer.actor_wg.reset_peak_memory()
+            trainer.global_step += 1
+            step = time.perf_counter()
+            _, metrics = trainer.training_step(pace, timing)
+            timing["step"] = time.perf_counter() - step
+    metrics |= compute_mfu_metrics(metrics, timing)
+    ratios = [told.get("actor/first_ratio_max_dev", 0.0) for told in (early, metrics)]
+    metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
+    metrics |= {"first step": first - built, "build": built - began, "actor/first_ratio_max_dev": max(ratios)}
+    return trainer, metrics
+
+
+def measure(
+    work: str, images: int, overrides: list[str], moments: Path | None = None, turns: Turns = NOBODY_ELSE
+) -> dict[str, float]:
+    """Seconds and peak memory of the second step. Adam's first moments after it go to a file."""
+    import torch
+
+    trainer, metrics = two_steps(work, images, overrides, turns)
+    if moments:
+        state = trainer.actor_wg.engine.optimizer.state.values()
+        torch.save(torch.cat([s["exp_avg"].detach().float().cpu().flatten() for s in state]), moments)
     peaks = {name: metrics[f"perf/max_memory_{name}_gb"] for name in ("allocated", "reserved")}
-    return {**peaks, **timing}
+    timing = {name: value for name, value in metrics.items() if name.startswith("timing_s/")}
+    return {**peaks, **{name.removeprefix("timing_s/"): value for name, value in timing.items()}}
 
 
 def apart(function: Callable[..., Any], *arguments: Any) -> Any:
