@@ -14,12 +14,20 @@ from tiny_models import tiny_checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from verl_omni.cli import plan
-from verl_omni.config import CheckpointConfig, DiffusionActorConfig, DiffusionModelConfig, FSDPConfig, OptimizerConfig
+from verl_omni.config import (
+    CheckpointConfig,
+    DiffusionActorConfig,
+    DiffusionModelConfig,
+    EngineConfig,
+    FSDPConfig,
+    OptimizerConfig,
+)
 from verl_omni.perf.rates import rates
 from verl_omni.pipelines.utils import pipeline_class
 from verl_omni.trainer.checks.preparation import prepare_config
 from verl_omni.trainer.forecast.forecast import forecast
 from verl_omni.trainer.forecast.model import ModelCosts
+from verl_omni.trainer.forecast.passes import Pass
 from verl_omni.trainer.forecast.stages import RankMemory, not_counted, optimizer_ratio
 from verl_omni.trainer.forecast.tables import text
 from verl_omni.trainer.forecast.weights import weights_of
@@ -27,6 +35,7 @@ from verl_omni.workers.engine.fsdp.diffusers_impl import DiffusersFSDPEngine
 from verl_omni.workers.engine.lora import add_lora
 from verl_omni.workers.engine.module import build_module
 from verl_omni.workers.host_memory import local
+from verl_omni.workers.layout import Layout
 
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 ARCHITECTURES = [("StableDiffusion3Pipeline", 0), ("StableDiffusion3Pipeline", 4)] + [
@@ -240,3 +249,29 @@ def test_what_a_checkpoint_holds_in_the_hosts_memory(lora, behind, ranks, expect
     rank.weights = SimpleNamespace(trained_bytes=lambda parts=1: 32e9 / parts, largest=0)
     rank.parts, rank.layout = ranks, SimpleNamespace(world=ranks, is_spread=True)
     assert rank.checkpoint().host == expected
+
+
+@pytest.mark.parametrize(
+    ("away", "pairs", "activations", "expected"),
+    [
+        (False, 8, 3e9, 8e9 + 16e9 + 8e9 + 3e9),
+        (True, 8, 3e9, 8e9 + 8e9 + 3e9),  # activations are gone when a piece of the state comes
+        (True, 8, 1e9, 8e9 + 8e9 + 2 * 2**30),
+        (True, 4, 12e9, 8e9 + 12e9),
+    ],
+)
+def test_state_on_the_host_is_on_the_device_piece_by_piece(away, pairs, activations, expected):
+    """Of 8 GB of weights with AdamW, in micro-batches of four."""
+    held = {} if away else {"optimizer state": 16e9}
+    rank = object.__new__(type("Alone", (RankMemory,), {"share": {"weights": 8e9}, "held": held, "spread": {}}))
+    rank.actor = DiffusionActorConfig(engine=EngineConfig(optimizer_offload=away), ppo_micro_batch_size_per_gpu=4)
+    rank.model = SimpleNamespace(enable_gradient_checkpointing=False)
+    rank.weights = SimpleNamespace(trained_bytes=lambda parts=1: 8e9 / parts)
+    rank.parts, rank.layout = 1, Layout(replicate=1, shard=1, sequence=1)
+    rank.amounts = SimpleNamespace(pairs=lambda layout: pairs)
+    rank.settings = SimpleNamespace(actor_rollout_ref=SimpleNamespace(actor=rank.actor))
+    passes = SimpleNamespace(training=lambda *given: Pass(kept=activations))
+    rank.costs = SimpleNamespace(passes=passes, latent_bytes=0, condition_bytes=0)
+    stage = rank.update()
+    assert stage.peak == pytest.approx(expected)
+    assert stage.host == ({"optimizer state": 16e9} if away else {})

@@ -425,7 +425,7 @@ BLOCKS, TWO_RANKS = f"{ROLLOUT}.gather=blocks", "trainer.n_gpus_per_node=2"
             "use_torch_compile=true does not go with actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel",
         ),
         ([f"{ACTOR}.engine.fold_lora=true"], "fold_lora=true does nothing without LoRA"),
-        ([f"{ACTOR}.engine.compile_ahead=true", "trainer.n_gpus_per_node=2"], "does nothing over the 2 ranks"),
+        ([f"{ACTOR}.engine.compile_ahead=true", TWO_RANKS, f"{ULYSSES}=2"], "does nothing where ranks share samples"),
         (
             [f"{ACTOR}.engine.fold_lora=true", LORA, f"{ACTOR}.fsdp_config.fsdp_size=1", TWO_RANKS],
             "does nothing where each of 2 ranks holds the whole weights",

@@ -1,5 +1,6 @@
 """The update's graphs come from the cache: other processes compiled them while the rollout ran."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,12 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch._inductor.config as inductor
+import torch.distributed as dist
 from diffusers import SD3Transformer2DModel
-from tiny_models import tiny_sd3_transformer
+from engine_cases import loss_function, make_engine, model_config, roll_out, update
+from ranks import start_ranks
+from tiny_models import tiny_checkpoint, tiny_sd3_transformer
 from torch._dynamo.utils import counters
 
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.sampling import halves
+from verl_omni.workers.engine import base
 from verl_omni.workers.engine.compile import compile_ahead as ahead
 from verl_omni.workers.engine.compile.blocks import choose_cache, compile_blocks
 from verl_omni.workers.engine.compile.compile_ahead import CompileAhead, compile_ahead
@@ -64,6 +69,35 @@ def test_the_update_finds_its_graphs(module, tmp_path, monkeypatch, quick_compil
     assert kind.failure is None
     assert counters["inductor"]["fxgraph_cache_hit"] == 2  # forward and backward
     assert counters["inductor"]["fxgraph_cache_miss"] == 0
+
+
+def rank_finds_its_graphs(rank: int, folder: Path, path: str, lora: bool) -> None:
+    """What inductor's cache said during the first update, of a rank of two."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    started, start = [], base.compile_ahead
+    base.compile_ahead = lambda *arguments: started.extend(start(*arguments))
+    settings = {"use_torch_compile": True, "compile_ahead": True, "fused_gelu": False}
+    engine = make_engine(model_config(path, lora=lora), **settings)
+    engine.micro_batch_size = 6
+    data = roll_out(engine, per_prompt=1)
+    counters.clear()
+    update(engine, data, loss_function(), steps=1)
+    told = {"kinds": len(started), "failures": [kind.failure for kind in started], **counters["inductor"]}
+    (folder / f"rank{rank}.json").write_text(json.dumps(told))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles for a CPU with g++")
+def test_of_two_ranks_one_compiles_ahead(lora, tmp_path, monkeypatch, quick_compiler):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "kernels"))
+    start_ranks(rank_finds_its_graphs, (tmp_path, str(tiny_checkpoint("StableDiffusion3Pipeline")), lora))
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    assert first["failures"] == [None] * first["kinds"] and first["kinds"] > 0 and second["kinds"] == 0
+    assert first["fxgraph_cache_hit"] == 2 * first["kinds"]  # forward and backward
+    assert first.get("fxgraph_cache_miss", 0) == 0
 
 
 def test_the_rollout_begins_with_the_half_that_is_trained():

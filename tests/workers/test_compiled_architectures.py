@@ -1,5 +1,6 @@
 """Compiled blocks, compiling ahead and counting FLOPs on every architecture: traced as for a GPU, run eagerly."""
 
+import dataclasses
 import functools
 import pickle
 import subprocess
@@ -15,10 +16,12 @@ from verl_omni.utils.call_signature import by_name
 from verl_omni.workers.engine import base
 from verl_omni.workers.engine.compile import compile_ahead
 from verl_omni.workers.engine.compile.blocks import compile_blocks, repeated_blocks
+from verl_omni.workers.engine.fsdp.shard import shard_alone
 
 # Rows of a micro-batch, of 18: the first architecture has a second one, of another size.
 MICRO_BATCH = {"QwenImagePipeline": 16, "StableDiffusion3Pipeline": 18}
 OTHERS = dict.fromkeys(("FluxPipeline", "Flux2KleinPipeline", "ZImagePipeline", "WanPipeline"), 18)
+AMONG_RANKS = functools.partial(shard_alone, dtype=torch.float32)
 
 
 @pytest.fixture
@@ -76,3 +79,5 @@ def test_every_architecture(pipeline, monkeypatch, tmp_path, kinds):
         job = pickle.loads((tmp_path / f"job{i}").read_bytes())
         assert (type(job.block), shapes(job.kwargs)) in trained, "what is compiled ahead is what the update calls"
         compile_ahead.run(job, backend="eager")
+        job.block.to("meta")
+        compile_ahead.run(dataclasses.replace(job, spread=AMONG_RANKS), backend="eager")

@@ -5,7 +5,8 @@ import torch
 from engine_cases import assert_same, gradients, loss_function, make_engine, model_config, roll_out, update, weights
 from tiny_models import tiny_checkpoint
 
-from verl_omni.workers.host_memory import HostMemory, bring
+from verl_omni.workers.engine import step_in_pieces
+from verl_omni.workers.host_memory import HostMemory, Pinned, bring
 
 OFFLOAD = {"param_offload": True, "optimizer_offload": True}
 
@@ -19,6 +20,42 @@ def test_the_same_training():
         update(engine, data, loss_function())
     assert_same(weights(plain), weights(offloaded))
     assert gradients(plain) and not gradients(offloaded)  # those would go to and fro with the weights for nothing
+
+
+def test_the_state_of_few_parameters_at_a_time_is_on_the_device(monkeypatch):
+    config = model_config(tiny_checkpoint())
+    data = roll_out(make_engine(config))
+    plain, offloaded = make_engine(config), make_engine(config, optimizer_offload=True)
+    largest = max(p.nbytes for p in offloaded.parameters.values())
+    monkeypatch.setattr(step_in_pieces, "PIECE", largest)
+    there, bring_state = [], step_in_pieces.bring_state
+
+    def brought(optimizer, parameters, device):
+        there.append(list(parameters))
+        bring_state(optimizer, parameters, device)
+
+    monkeypatch.setattr(step_in_pieces, "bring_state", brought)
+    for engine in (plain, offloaded):
+        update(engine, data, loss_function())
+        update(engine, data, loss_function())
+    assert_same(weights(plain), weights(offloaded), atol=0)
+    count = len(offloaded.parameters)
+    assert max(sum(p.nbytes for p in piece) for piece in there) == largest
+    assert len(there) > 6 and sum(map(len, there)) == 2 * count
+    assert offloaded.optimizer.param_groups[0]["params"] == list(offloaded.parameters.values())
+    assert len(offloaded.optimizer.state) == count
+
+
+def test_places_lie_side_by_side_in_pinned_blocks():
+    pinned = Pinned(pin=False)
+    pinned.BLOCK = 4096
+    tensors = [torch.randn(3, 5), torch.randn(7, 9).t(), torch.randn(2000), torch.randn(40, dtype=torch.bfloat16)]
+    places = [pinned.like(tensor).copy_(tensor) for tensor in tensors]
+    assert [place.stride() for place in places] == [tensor.stride() for tensor in tensors]
+    for place, tensor in zip(places, tensors, strict=True):
+        assert torch.equal(place, tensor)  # nobody has written into another's
+    blocks = [place.untyped_storage() for place in places]
+    assert blocks[0].data_ptr() == blocks[1].data_ptr() and [b.nbytes() for b in blocks] == [4096, 4096, 8192, 4096]
 
 
 @pytest.mark.gpu

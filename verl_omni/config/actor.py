@@ -94,7 +94,7 @@ class EngineConfig:
     )
     compile_ahead: bool | None = knob(
         None,
-        "compile the update in other processes while the first rollout runs; null: on a GPU, with one rank",
+        "compile the update in other processes while the first rollout runs, on each machine once; null: on a GPU",
         may_change=True,
     )
     fold_lora: bool | None = knob(
@@ -121,7 +121,11 @@ class EngineConfig:
         may_change=True,
     )
     param_offload: bool = knob(False, "keep weights in CPU memory between stages", may_change=True)
-    optimizer_offload: bool = knob(False, "keep optimizer state in CPU memory between updates", may_change=True)
+    optimizer_offload: bool = knob(
+        False,
+        "keep optimizer state in CPU memory; a step has a piece of it on the device at a time",
+        may_change=True,
+    )
     sample_offload: bool = knob(
         False,
         "keep drawn samples, and what other policies say of them, in CPU memory; a micro-batch at a time goes to the "

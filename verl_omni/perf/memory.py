@@ -16,7 +16,7 @@ ENCODERS = f"set {ROLLOUT}.encoder_offload=true"
 ADAPTERS = f"train adapters only ({MODEL}.lora_rank=32)"
 SHARE = "share the model between more GPUs (trainer.n_gpus_per_node)"
 
-# What helps in a stage, what costs least first. Offloaded weights and optimizer state are back for the update.
+# What helps in a stage, what costs least first. Offloaded weights are back for the update.
 KNOBS = {
     "loading of the model": [ADAPTERS, BFLOAT16, REFERENCE, SHARE],
     "rollout": [
@@ -41,6 +41,7 @@ KNOBS = {
         f"set {MODEL}.enable_gradient_checkpointing=true",
         ENCODERS,
         SAMPLES,
+        f"{OPTIMIZER} (full fine-tuning)",
         REFERENCE,
         BFLOAT16,
         ADAPTERS,

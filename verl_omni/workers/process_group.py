@@ -55,3 +55,8 @@ def loopback_store(rank: int, ranks: int, port: int) -> dist.Store:
     return dist.TCPStore(
         LOOPBACK, port, ranks, is_master=True, timeout=dist.default_pg_timeout, master_listen_fd=listener.detach()
     )
+
+
+def first_on_its_machine() -> bool:
+    """Among the ranks of the model. verl says how many of them a machine has."""
+    return dist.get_rank() % int(os.environ.get("RAY_LOCAL_WORLD_SIZE", dist.get_world_size())) == 0

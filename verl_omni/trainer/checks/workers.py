@@ -57,8 +57,10 @@ def check_workers(settings: DiffusionTrainerConfig) -> None:
             "with actor_rollout_ref.rollout.name=vllm_omni": arr.rollout.name == "vllm_omni",
             f"where each of {ranks} ranks holds the whole weights (fsdp_size=1)": each_has_all,
         },
-        # Each would start compilers of its own, on the cores of one machine.
-        "compile_ahead": {f"over the {ranks} ranks": ranks > 1},
+        "compile_ahead": {
+            f"with VeOmni over the {ranks} ranks": ranks > 1 and arr.actor.strategy == "veomni",
+            "where ranks share samples, whose blocks are not compiled": layout.sequence > 1,
+        },
     }
     for name, reasons in idle.items():
         for why, holds in reasons.items():

@@ -46,8 +46,7 @@ def changes(settings: DiffusionTrainerConfig, stage: str) -> Iterator[dict[str, 
         yield from _halved(f"{ACTOR}.ppo_micro_batch_size_per_gpu", arr.actor.ppo_micro_batch_size_per_gpu)
     yield {f"{ROLLOUT}.encoder_offload": True}
     yield {f"{ACTOR}.engine.sample_offload": True}
-    if stage != "update":
-        yield {f"{ACTOR}.engine.optimizer_offload": True}
+    yield {f"{ACTOR}.engine.optimizer_offload": True}
     if full:
         yield {f"{REF}.param_offload": True}
         yield {f"{ACTOR}.engine.model_dtype": "bfloat16"}

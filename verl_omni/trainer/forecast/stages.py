@@ -15,6 +15,7 @@ from verl_omni.trainer.forecast.amounts import Amounts
 from verl_omni.trainer.forecast.model import ModelCosts, compiles
 from verl_omni.workers.engine.export import FILE_BYTES
 from verl_omni.workers.engine.optimizer import build_optimizer
+from verl_omni.workers.engine.step_in_pieces import PIECE
 from verl_omni.workers.layout import Layout
 from verl_omni.workers.transfer.weights import BUCKET_BYTES
 
@@ -175,17 +176,20 @@ class RankMemory:
         activations, working = cost.kept / self.layout.sequence, cost.extra / self.layout.sequence
         gradients = self.weights.trained_bytes(self.parts)
         taken = rows * (LATENTS_OF_A_PAIR * self.costs.latent_bytes + self.costs.condition_bytes)
-        state = self.weights.trained_bytes(self.parts) * optimizer_ratio(self.actor.optim)
+        state, piece, host = gradients * optimizer_ratio(self.actor.optim), 0.0, {}
+        if self.actor.engine.optimizer_offload:
+            host = {"optimizer state": state}
+            state, piece = 0.0, min(state, PIECE * optimizer_ratio(self.actor.optim))
         device = self.share | self.held | {"optimizer state": state} | self.spread | {"a micro-batch": taken}
         if self.layout.is_spread:
             device["gradients on their way"] = self._reduced
-        several = self.amounts.pairs(self.layout) > rows
-        if several or gradients < activations + working:
-            # With several micro-batches the gradients lie there while the next activations do.
-            device |= {"activations": activations, "a block at work": working}
-            gradients = gradients if several else 0.0
-        device |= {"gradients": gradients}
-        return Stage("update", {k: v for k, v in device.items() if v})
+        # With several micro-batches the gradients lie there while the next activations do.
+        beside = gradients if self.amounts.pairs(self.layout) > rows else 0.0
+        if beside + activations + working > gradients + piece:
+            device |= {"activations": activations, "a block at work": working, "gradients": beside}
+        else:
+            device |= {"gradients": gradients, "a piece of the optimizer's state": piece}
+        return Stage("update", {k: v for k, v in device.items() if v}, host)
 
     @property
     def _reduced(self) -> float:

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,7 +40,8 @@ from verl_omni.workers.engine.policies import Policies, policy_at
 from verl_omni.workers.engine.protocol import MODEL_TYPE, TrainingEngine
 from verl_omni.workers.engine.replay import Replay
 from verl_omni.workers.engine.reverse_steps import ReverseSteps
-from verl_omni.workers.host_memory import HostMemory, bring, bring_state
+from verl_omni.workers.host_memory import HostMemory, bring
+from verl_omni.workers.process_group import first_on_its_machine
 
 __all__ = ["MODEL_TYPE", "DiffusionEngine", "TrainingEngine"]
 
@@ -94,9 +95,10 @@ class DiffusionEngine(Passes):
         self.host = HostMemory()
         self.compiled = on_gpu(self.common.use_torch_compile, self.device) and not self.shares_samples
         if self.compiled:
-            if on_gpu(self.common.compile_ahead, self.device) and not self.layout.is_spread:
+            if self._compiles_ahead():
                 mixed = self.dtype if self.dtype != torch.float32 else None
-                compile_ahead(self.parts.values(), lambda: self.whole_units(self.micro_batch_size), mixed)
+                rows = lambda: self.whole_units(self.micro_batch_size)  # noqa: E731
+                compile_ahead(self.parts.values(), rows, mixed, self.as_spread())
             if on_gpu(self.common.fused_gelu, self.device):
                 for part in self.parts.values():
                     fuse_gelu(part)
@@ -113,6 +115,16 @@ class DiffusionEngine(Passes):
         self.policies = Policies(self.parameters, self.common.param_offload, before_swap=self.settle)
         self.replay = self._replay(self)
         self.to("cpu", model=self.is_param_offload_enabled, optimizer=False, grad=False)
+
+    def _compiles_ahead(self) -> bool:
+        """Of several ranks one on each machine: the others find its kernels on disk."""
+        if self.layout.is_spread and self.as_spread() is None:
+            return False
+        return on_gpu(self.common.compile_ahead, self.device) and first_on_its_machine()
+
+    def as_spread(self) -> Callable[[torch.nn.Module], None] | None:
+        """What makes of a block, where there are no other ranks, one that is compiled as among them. None: nothing."""
+        return None
 
     def _choose_attention(self) -> tuple[str | None, str]:
         """(the backend, why). On a GPU, where neither user nor adapter names one, the kernels are tried by one rank."""
@@ -257,8 +269,9 @@ class DiffusionEngine(Passes):
                 self.host.take([self.module])
             else:
                 bring([self.module], self.device)
-        if optimizer:
-            self.host.take_state(self.optimizer) if leaves else bring_state(self.optimizer, self.device)
+        if optimizer and leaves:  # it comes back piece by piece, when there is a step
+            self.host.take_state(self.optimizer, list(self.optimizer.state))
+            self.host.settle()
 
     # ---- weights for a rollout ------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from verl_omni.workers.engine.group_sums import group_sums
 from verl_omni.workers.engine.metrics import accumulate, and_last, is_maximum
 from verl_omni.workers.engine.protocol import LossFunction, TrainingEngine
 from verl_omni.workers.engine.replay import Batch, Replay, in_order
+from verl_omni.workers.engine.step_in_pieces import step_in_pieces
 from verl_omni.workers.host_memory import local, on_host
 
 
@@ -144,7 +145,10 @@ class Passes(TrainingEngine):
             for grad in grads:
                 local(grad).mul_(limit / (norm + 1e-6))
         self.changes += 1
-        self.optimizer.step()
+        if self.is_optimizer_offload_enabled:
+            step_in_pieces(self.optimizer, self.host, self.device)
+        else:
+            self.optimizer.step()
         if self.ema_decay:
             self.policies.blend("ema", self.ema_decay)
         return norm

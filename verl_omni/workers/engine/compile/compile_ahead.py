@@ -30,6 +30,9 @@ from verl_omni.workers.engine.compile.blocks import (
     streams,
 )
 
+# Makes of a block one that is compiled as among several ranks.
+Spread = Callable[[torch.nn.Module], None]
+
 
 @dataclass
 class Input:
@@ -51,15 +54,22 @@ class Job:
     kwargs: dict[str, Any]
     device: torch.device
     autocast: torch.dtype | None
+    spread: Spread | None = None
 
 
 class CompileAhead:
     """One kind of block. Its first call without a gradient starts the work, its first call with one waits for it."""
 
     def __init__(
-        self, block: torch.nn.Module, rows: Callable[[], int], autocast: torch.dtype | None, others: bool, threads: int
+        self,
+        block: torch.nn.Module,
+        rows: Callable[[], int],
+        autocast: torch.dtype | None,
+        others: bool,
+        threads: int,
+        spread: Spread | None = None,
     ):
-        self.rows, self.autocast, self.others = rows, autocast, others
+        self.rows, self.autocast, self.others, self.spread = rows, autocast, others, spread
         self.skeleton = skeleton(block)
         self.streams = streams(block)
         command = [sys.executable, "-c", f"from {__name__} import main; main()"]
@@ -82,7 +92,8 @@ class CompileAhead:
         elif self.sent is None:
             given = by_name(block, args, kwargs)
             sample = given[argument_names(block)[0]]
-            job = Job(self.skeleton, self._as_in_the_update(given, len(sample)), sample.device, self.autocast)
+            call = self._as_in_the_update(given, len(sample))
+            job = Job(self.skeleton, call, sample.device, self.autocast, self.spread)
             self.sent = threading.Thread(target=self._send, args=(job,), daemon=True)
             self.sent.start()
 
@@ -126,9 +137,12 @@ class CompileAhead:
 
 
 def compile_ahead(
-    parts: Iterable[torch.nn.Module], rows: Callable[[], int], autocast: torch.dtype | None
+    parts: Iterable[torch.nn.Module],
+    rows: Callable[[], int],
+    autocast: torch.dtype | None,
+    spread: Spread | None = None,
 ) -> list[CompileAhead]:
-    """One for each kind of block (by the shapes of its weights). Call before the blocks are compiled or patched."""
+    """One for each kind of block (by the shapes of its weights). Call before blocks are compiled, patched or spread."""
     found: dict[tuple, torch.nn.Module] = {}
     others = False  # whether anything outside of the blocks is trained, so that all of their inputs have a gradient
     for part in parts:
@@ -140,7 +154,7 @@ def compile_ahead(
             found.setdefault(kind, block)
     choose_cache()
     threads = max(1, (os.cpu_count() or 1) // (len(found) + 1))
-    return [CompileAhead(block, rows, autocast, others, threads) for block in found.values()]
+    return [CompileAhead(block, rows, autocast, others, threads, spread) for block in found.values()]
 
 
 def skeleton(block: torch.nn.Module) -> torch.nn.Module:
@@ -153,11 +167,16 @@ def skeleton(block: torch.nn.Module) -> torch.nn.Module:
 
 def run(job: Job, backend: str = "inductor") -> None:
     """Forward and backward, once."""
+    if job.device.type == "cuda":
+        torch.cuda.set_device(job.device)
     block = job.block.to_empty(device=job.device).train()
     kwargs = tree_map_only(Input, lambda tensor: tensor.make(job.device), job.kwargs)
     mixed = torch.autocast(job.device.type, job.autocast) if job.autocast else contextlib.nullcontext()
+    block.forward = compiled_by_mode(block, backend)
+    if job.spread is not None:
+        job.spread(block)
     with mixed:
-        outputs = compiled_by_mode(block, backend)(**kwargs)
+        outputs = block(**kwargs)
     outputs = [o for o in (outputs if isinstance(outputs, tuple) else (outputs,)) if o is not None and o.requires_grad]
     torch.autograd.backward(outputs, [torch.zeros_like(o) for o in outputs])
 

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from verl_omni.config import DiffusionActorConfig, FSDPConfig
 from verl_omni.workers.engine.base import MODEL_TYPE, DiffusionEngine
 from verl_omni.workers.engine.fsdp.in_step import InStep
-from verl_omni.workers.engine.fsdp.shard import shard
+from verl_omni.workers.engine.fsdp.shard import shard, shard_alone
 from verl_omni.workers.layout import Layout
 
 with warnings.catch_warnings():  # verl announces every engine whose package is not installed
@@ -73,6 +73,9 @@ class DiffusersFSDPEngine(DiffusionEngine):
             for module in self._shards:  # the mean over samples of the sum over the ranks that share one
                 module.set_gradient_divide_factor(self.layout.data)
                 module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+
+    def as_spread(self) -> Callable[[torch.nn.Module], None] | None:
+        return functools.partial(shard_alone, dtype=self.dtype) if self.layout.is_spread else None
 
     @property
     def _shards(self) -> list[FSDPModule]:

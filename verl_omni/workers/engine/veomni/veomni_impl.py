@@ -60,6 +60,9 @@ class VeOmniEngine(DiffusersFSDPEngine):
     def reshards(self) -> bool:
         return self.engine_config.enable_full_shard
 
+    def as_spread(self) -> None:
+        """Its attention asks for ranks, and a process that compiles ahead has none."""
+
     def equip(self) -> None:
         from verl_omni.workers.engine.veomni.models import compute_with_veomni
         from verl_omni.workers.engine.veomni.state import SharedState
