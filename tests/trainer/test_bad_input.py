@@ -258,6 +258,7 @@ def test_one_clear_line_before_any_worker_starts(name, data, monkeypatch):
         ("QwenImagePipeline", "image", "images has 1, and this model draws from prompts alone: leave the column out"),
         ("WanPipeline", "image", "out, or type actor_rollout_ref.model.architecture=WanImageToVideoPipeline if"),
         ("LTX2Pipeline", "image", "out, or type actor_rollout_ref.model.architecture=LTX2ImageToVideoPipeline if"),
+        ("LTX2Pipeline", "sound", "audios is given, and no model takes audios with a prompt: leave the column out, or"),
         ("LTX2ImageToVideoPipeline", "long_with_image", "tokens, more than max_sequence_length=128"),
         ("LTX2ImageToVideoPipeline", "long_negative_with_image", "tokens, more than max_sequence_length=128"),
     ],
@@ -267,6 +268,7 @@ def test_images_are_looked_at_or_refused_and_prompts_with_them_have_a_limit(arch
     shown = {"images": [str(tmp_path / "one.png")]}
     rows = {
         "image": row(**shown),
+        "sound": row(audios=["one.wav"]),
         "long_with_image": row("word " * 300, **shown),
         "long_negative_with_image": row(negative_prompt="word " * 300, **shown),
     }

@@ -25,6 +25,7 @@ from verl_omni.data.prompt_rows import SIZES, as_sample, user_text, valid_text
 
 PIXELS, SECONDS = (int, 1, "a whole number, such as 512"), (int | float, 0.001, "a number of seconds, such as 2.5")
 FROM = ("data_source", "reward_model", "ground_truth")  # what a row's reward is chosen and told by
+UNSEEN = ("audios", "videos")  # verl's names of what language models are given with a prompt
 MOST_LETTERS = 100_000  # of a prompt: no text encoder reads as many, and a tokenizer takes its time
 
 
@@ -83,6 +84,17 @@ class PromptDataset(Dataset):
                     some = f"{least} to {most}" if most < MOST_IMAGES else f"{least} or more"
                     wanted = str(least) if least == most else some
                     raise ValueError(f"{where}: images has {count}, and this model takes {wanted} with a prompt")
+
+    def check_unseen(self) -> None:
+        """No model here draws from a sound or a video: a row that has one would be drawn without it."""
+        for file in self._files:
+            for column in (name for name in UNSEEN if name in file.columns):
+                for where, row in file.scan((column,), at_once=16):
+                    if row[column]:
+                        raise ValueError(
+                            f"{where}: {column} is given, and no model takes {column} with a prompt: leave the column "
+                            "out, or put it into extra_info under another name if a reward is to read it"
+                        )
 
     def __len__(self) -> int:
         return self._length

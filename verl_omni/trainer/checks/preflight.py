@@ -80,6 +80,7 @@ def check_data(config: DictConfig) -> None:
             continue
         for where, asked in dataset.sizes():
             check_row_size(where, dataclasses.replace(pipeline, **asked), model_config)
+        dataset.check_unseen()
         least, most = adapter.images_of_a_prompt(model_config)
         if "images" in dataset.columns:
             other = adapter.with_images
