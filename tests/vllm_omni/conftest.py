@@ -9,7 +9,7 @@ NAMES = (
     "QwenImagePipeline", "QwenImageEditPlusPipeline", "StableDiffusion3Pipeline", "FluxPipeline", "Flux2Pipeline",
     "Flux2KleinPipeline", "ZImagePipeline", "WanPipeline", "WanPipeline-2.2",
     "WanImageToVideoPipeline", "WanImageToVideoPipeline-2.2", "WanImageToVideoPipeline-TI2V",
-    "GlmImagePipeline",
+    "GlmImagePipeline", "LTX2Pipeline",
 )  # fmt: skip
 
 if not installed():  # test_installed.py says so

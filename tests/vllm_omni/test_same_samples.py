@@ -14,7 +14,7 @@ from test_architectures import (
     without_given,
 )
 from test_encoded_once import counted, texts
-from vllm_cases import ask, assert_same
+from vllm_cases import ask, assert_same, seen_and_heard
 
 from verl_omni.utils.responses import Latents
 
@@ -28,10 +28,13 @@ def test_without_noise_it_is_diffusers(served, cfg):
     outputs = ask(row, engine, config(row, cfg), PROMPTS, cfg, noise_level=0.0, sde_window=None)
     tolerance = 5e-5 if cfg else 1e-5  # guidance multiplies what two passes differ by
     for i, output in enumerate(outputs):
-        latents, pixels = draw(upstream(row.name), row, i, cfg)
+        latents, made = draw(upstream(row.name), row, i, cfg)
+        pixels, sound = (one[0] for one in made) if isinstance(made, tuple) else (made[0], torch.zeros(0))
         both = without_given(output, output.trajectory["final_latents"][None], latents)
         torch.testing.assert_close(*both, atol=tolerance, rtol=1e-5)
-        assert (output.response - pixels[0] * 255).abs().max() < 1
+        seen, heard = seen_and_heard(output.response)
+        assert (seen - pixels * 255).abs().max() < 1
+        torch.testing.assert_close(heard, sound.clamp(-1, 1), atol=tolerance, rtol=0)
         assert set(output.trajectory) == {"final_latents", "size", "noise_level"}
 
 

@@ -9,6 +9,7 @@ from test_architectures import SEQUENCE, Architecture
 
 from verl_omni.config import DiffusionModelConfig, DiffusionRolloutConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.utils.responses import VideoWithSound
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.batched import BatchedRollout
 
@@ -57,5 +58,13 @@ def assert_same(one: RolloutOutput, other: RolloutOutput, tolerance: float = 2e-
         assert mine.keys() == theirs.keys()
         for name in mine:
             torch.testing.assert_close(mine[name], theirs[name], atol=tolerance, rtol=tolerance)
-    assert one.response.dtype == torch.uint8 and one.modality == other.modality
-    assert (one.response.int() - other.response.int()).abs().max() <= 1
+    assert one.modality == other.modality
+    (mine, my_sound), (theirs, their_sound) = seen_and_heard(one.response), seen_and_heard(other.response)
+    assert mine.dtype == torch.uint8 and (mine.int() - theirs.int()).abs().max() <= 1
+    torch.testing.assert_close(my_sound, their_sound, atol=tolerance, rtol=tolerance)
+
+
+def seen_and_heard(response: torch.Tensor | VideoWithSound) -> tuple[torch.Tensor, torch.Tensor]:
+    if isinstance(response, VideoWithSound):
+        return response.frames, response.sound.samples
+    return response, torch.zeros(0)

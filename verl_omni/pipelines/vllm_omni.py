@@ -25,6 +25,7 @@ _BUILTIN: dict[str, str] = {
     "Flux2Pipeline": "verl_omni.pipelines.flux2.vllm_omni_rollout_adapter",
     "FluxPipeline": "verl_omni.pipelines.flux.vllm_omni_rollout_adapter",
     "GlmImagePipeline": "verl_omni.pipelines.glm_image.vllm_omni_rollout_adapter",
+    "LTX2Pipeline": "verl_omni.pipelines.ltx2.vllm_omni_rollout_adapter",
     "QwenImageEditPlusPipeline": "verl_omni.pipelines.qwen_image_edit_plus.vllm_omni_rollout_adapter",
     "QwenImagePipeline": "verl_omni.pipelines.qwen_image.vllm_omni_rollout_adapter",
     "StableDiffusion3Pipeline": "verl_omni.pipelines.sd3.vllm_omni_rollout_adapter",

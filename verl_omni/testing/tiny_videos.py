@@ -158,8 +158,11 @@ def hunyuan_video_15() -> "DiffusionPipeline":
     )
 
 
-def ltx2_parts() -> dict[str, Any]:
-    """A latent is 2 frames of 32 x 32 pixels, or 4 steps of 10 ms of a spectrogram. Sound at 8 kHz."""
+def ltx2_parts(connectors: dict[str, Any] | None = None, transformer: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A latent is 2 frames of 32 x 32 pixels, or 4 steps of 10 ms of a spectrogram. Sound at 8 kHz.
+
+    What is given is said of these parts beside the rest.
+    """
     from diffusers import (
         AutoencoderKLLTX2Audio,
         AutoencoderKLLTX2Video,
@@ -193,7 +196,8 @@ def ltx2_parts() -> dict[str, Any]:
     for one in (vae, audio_vae):  # not 0 and 1, so that a forgotten or inverted normalisation shows
         torch.nn.init.normal_(one.latents_mean, std=0.3)
         torch.nn.init.uniform_(one.latents_std, 0.5, 2.0)
-    connectors = LTX2TextConnectors(
+    text_connectors = LTX2TextConnectors(
+        **{"audio_connector_attention_head_dim": 8} | (connectors or {}),
         caption_channels=16,
         text_proj_in_factor=3,
         video_connector_num_attention_heads=2,
@@ -201,11 +205,11 @@ def ltx2_parts() -> dict[str, Any]:
         video_connector_num_layers=1,
         video_connector_num_learnable_registers=8,
         audio_connector_num_attention_heads=2,
-        audio_connector_attention_head_dim=8,
         audio_connector_num_layers=1,
         audio_connector_num_learnable_registers=8,
     )
-    transformer = LTX2VideoTransformer3DModel(
+    denoiser = LTX2VideoTransformer3DModel(
+        **(transformer or {}),
         in_channels=8,
         out_channels=8,
         num_attention_heads=2,
@@ -222,7 +226,7 @@ def ltx2_parts() -> dict[str, Any]:
         num_layers=2,
         caption_channels=16,
     )
-    strengthen(transformer, 1.5)
+    strengthen(denoiser, 1.5)
     vocoder = LTX2Vocoder(
         in_channels=32,
         hidden_channels=8,
@@ -232,6 +236,9 @@ def ltx2_parts() -> dict[str, Any]:
         resnet_dilations=[[1]],
         output_sampling_rate=8000,
     )
+    with torch.no_grad():  # as torch starts them, biases outshout what comes in, and every sound is the same
+        for name, parameter in vocoder.named_parameters():
+            parameter.mul_(0.0 if name.endswith("bias") else 2.0)
     return dict(
         scheduler=FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True, base_shift=0.95, max_shift=2.05, base_image_seq_len=1024, shift_terminal=0.1
@@ -240,8 +247,8 @@ def ltx2_parts() -> dict[str, Any]:
         audio_vae=audio_vae,
         text_encoder=gemma_text_encoder(tokenizer, hidden_size=16, layers=2),
         tokenizer=tokenizer,
-        connectors=connectors,
-        transformer=transformer,
+        connectors=text_connectors,
+        transformer=denoiser,
         vocoder=vocoder,
     )
 
@@ -251,6 +258,51 @@ def ltx2() -> "DiffusionPipeline":
     from diffusers import LTX2Pipeline
 
     return LTX2Pipeline(**ltx2_parts())
+
+
+@register_builder("LTX2Pipeline-2.3")
+def ltx2_3() -> "DiffusionPipeline":
+    """Gates in attention, text that is modulated by time and projected before the transformer, sound at 16 kHz."""
+    from diffusers import LTX2Pipeline
+    from diffusers.pipelines.ltx2.vocoder import LTX2VocoderWithBWE
+
+    parts = ltx2_parts(
+        connectors={
+            "per_modality_projections": True,
+            "video_hidden_dim": 16,
+            "audio_hidden_dim": 8,
+            "audio_connector_attention_head_dim": 4,
+            "video_gated_attn": True,
+            "audio_gated_attn": True,
+        },
+        transformer={
+            "gated_attn": True,
+            "audio_gated_attn": True,
+            "cross_attn_mod": True,
+            "audio_cross_attn_mod": True,
+            "use_prompt_embeddings": False,
+        },
+    )
+    sizes = {"hidden_channels": 8, "resnet_kernel_sizes": [3], "resnet_dilations": [[1]]}
+    vocoder = LTX2VocoderWithBWE(
+        **sizes,
+        in_channels=32,
+        upsample_kernel_sizes=[20, 16],
+        upsample_factors=[10, 8],
+        **{f"bwe_{name}": value for name, value in sizes.items()},
+        bwe_in_channels=32,
+        bwe_upsample_kernel_sizes=[20, 32],
+        bwe_upsample_factors=[10, 16],
+        filter_length=64,
+        window_length=64,
+        num_mel_channels=16,
+        input_sampling_rate=8000,
+        output_sampling_rate=16000,
+    )
+    for name, buffer in vocoder.named_buffers():  # those that come with a checkpoint
+        if "mel_stft" in name:
+            torch.nn.init.uniform_(buffer)
+    return LTX2Pipeline(**parts | {"vocoder": vocoder})
 
 
 @register_builder("LTX2ImageToVideoPipeline")
