@@ -81,8 +81,11 @@ ROWS = {
         "samples are old and their ratios are clipped",
         12,
     ),
-    "saturated reward": Spoiled(
-        reward("nearly_always"), "critic/rewards/zero_std_ratio", "it has nothing more to teach", 15
+    "saturated reward": Spoiled(  # one of two: alone it is equal groups, which end a run before
+        [*reward("anything"), "reward.scorers=[{name: ocr_line}, {name: custom_reward_function, label: anything}]"],
+        "reward/anything/zero_std_ratio",
+        "it has nothing more to teach",
+        12,
     ),
     "small groups": Spoiled(
         ["data.train_batch_size=48", f"{ROLLOUT}.n=2", f"{ACTOR}.ppo_mini_batch_size=24"],
@@ -106,7 +109,7 @@ def all_or_nothing(images: list, ground_truths: list[str]) -> list[float]:
     return [float(answer["exact"]) for answer in compute_score_ocr_line(images, ground_truths)]
 
 
-def nearly_always(images: list, ground_truths: list[str]) -> list[float]:
+def anything(images: list, ground_truths: list[str]) -> list[float]:
     """1 for every image with anything on it."""
     return [float(image.convert("L").getextrema()[0] < 250) for image in images]
 
