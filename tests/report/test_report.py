@@ -15,7 +15,7 @@ from PIL import Image
 import verl_omni
 from verl_omni.report.assets import WEB
 from verl_omni.report.charts import MOST_POINTS, Series, as_script, line_chart, stacked_bars, thinned
-from verl_omni.report.galleries import MAX_PAIRS
+from verl_omni.report.galleries import MAX_PAIRS, OPEN_PAIRS
 from verl_omni.report.report import Run, format_before_after_table, main, write_report
 from verl_omni.report.starts import code_commit, commit, note_start, read_starts
 
@@ -98,6 +98,11 @@ def test_pairs_show_first_and_last_validation_side_by_side(run_dir):
     assert "read3-0" not in page.text
 
 
+def test_images_come_before_curves(run_dir):
+    text = write_report(run_dir).read_text()
+    assert text.index("<h2>Before and after</h2>") < text.index("<h2>Learning</h2>") and " more</summary>" not in text
+
+
 def test_large_images_become_thumbnails_and_not_all_are_shown(run_dir):
     for step in (0, 10):
         folder = run_dir / "validation" / f"step_{step}"
@@ -106,8 +111,10 @@ def test_large_images_become_thumbnails_and_not_all_are_shown(run_dir):
         (folder / "samples.jsonl").write_text(
             "".join(json.dumps(sample | {"index": i}) + "\n" for i in range(MAX_PAIRS + 5))
         )
-    page = Collector(write_report(run_dir).read_text())
+    text = write_report(run_dir).read_text()
+    page = Collector(text)
     assert len(page.images) == 2 * MAX_PAIRS
+    assert f"<summary>{MAX_PAIRS - OPEN_PAIRS} more</summary>" in text
     assert Image.open(io.BytesIO(base64.b64decode(page.images[0].split(",")[1]))).size == (256, 128)
 
 

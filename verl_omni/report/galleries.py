@@ -12,6 +12,7 @@ from verl_omni.utils.readable import readable
 from verl_omni.utils.suggest import unknown
 
 MAX_PAIRS = 36
+OPEN_PAIRS = 9  # three rows on a wide screen: curves come below them
 
 
 def before_and_after(validations: Sequence[tuple[int, Path]]) -> str:
@@ -36,7 +37,10 @@ def before_and_after(validations: Sequence[tuple[int, Path]]) -> str:
         ends = [readable(end(scores)) for end in (min, max)]
         note += f" Colours go from the lowest score here ({ends[0]}) to the highest ({ends[1]})."
     heading = "Before and after" if len(shown) > 1 else "Validation"
-    return section(heading, f'<p class="note">{note}</p><div class="pairs">{"".join(tiles)}</div>')
+    more = ""
+    if rest := tiles[OPEN_PAIRS:]:
+        more = f'<details class="rest"><summary>{len(rest)} more</summary>{_pairs(rest)}</details>'
+    return section(heading, f'<p class="note">{note}</p>{_pairs(tiles[:OPEN_PAIRS])}{more}')
 
 
 def best_and_worst(run_dir: Path) -> str:
@@ -58,8 +62,12 @@ def best_and_worst(run_dir: Path) -> str:
         for sides in whole.values()
     ]
     note = f"The best (left) and the worst image of one prompt, by the reward, in training step {step}."
-    shown = f'<p class="note">{note}</p><div class="pairs">{"".join(tiles)}</div>' if tiles else ""
+    shown = f'<p class="note">{note}</p>{_pairs(tiles)}' if tiles else ""
     return section("What the reward prefers", shown)
+
+
+def _pairs(tiles: Sequence[str]) -> str:
+    return f'<div class="pairs">{"".join(tiles)}</div>'
 
 
 def section(heading: str, body: str) -> str:

@@ -38,9 +38,9 @@ def write_report(
     drawn = {name: as_figures(group, first=charts.index(group[0])) for name, group in groups.items() if group}
     sections = [
         _headline(run, title),
-        *(section(name, figures) for name, figures in drawn.items()),
         before_and_after(run.validations()),
         best_and_worst(run.dir),
+        *(section(name, figures) for name, figures in drawn.items()),
         section(
             "Go on from here", f'<pre class="command">{escape(continue_command)}</pre>' if continue_command else ""
         ),
