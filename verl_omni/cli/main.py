@@ -1,5 +1,7 @@
 """verl-omni: one command, one file a subcommand. `verl-omni key=value ...` trains."""
 
+import atexit
+import gc
 import importlib
 import os
 import re
@@ -53,6 +55,8 @@ SUBCOMMANDS = {name: command for group in GROUPS.values() for name, command in g
 
 
 def main() -> None:
+    # What is there at the end goes with the process: Python would look through it all for garbage, a second or two.
+    atexit.register(gc.freeze)
     with reader_may_leave():
         name, *rest = sys.argv[1:] or ["--help"]
         if name in SUBCOMMANDS:

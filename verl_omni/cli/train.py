@@ -8,6 +8,7 @@ RECIPE is a name that `verl-omni recipes` lists, or your own file.yaml; `--confi
 way to say DIR/NAME.yaml. `--cfg job` prints the configuration, `--version` tells the version.
 """
 
+import atexit
 import gc
 import sys
 from pathlib import Path
@@ -30,6 +31,7 @@ def command() -> None:
     """`python -m verl_omni.trainer.main_diffusion`, and `verl-omni`: the run in a process that this one watches."""
     if answer(sys.argv[1:]):
         return
+    atexit.register(gc.freeze)  # as in `verl_omni.cli.main`, which is another way to come here
     from verl_omni.cli import hydra_errors, supervisor
 
     if not hydra_errors.TRACEBACKS and sys.platform == "linux":
