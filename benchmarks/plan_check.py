@@ -19,6 +19,7 @@ from pathlib import Path
 from benchmarks.fake_ranks import rank_settings
 from benchmarks.run import WORKS, settings
 from benchmarks.sweep import (
+    ACTOR,
     CHECKPOINTING,
     EAGER,
     FEW,
@@ -26,6 +27,7 @@ from benchmarks.sweep import (
     LEAN,
     MEMORY,
     OFFLOAD,
+    ROLLOUT,
     UNFOLDED,
     apart,
     measure,
@@ -55,6 +57,8 @@ def of_sweep(work: str, name: str, peak: float | None = None, step: float | None
     return Case(work, name, images, overrides, peak, step)
 
 
+LARGEST = "full, micro-batch 1, checkpointing, optimizer offload"
+STATE_AWAY = [*FEW, *FULL, *micro(1), *CHECKPOINTING, OFFLOAD[1], LEAN[-1], f"{ROLLOUT}.max_num_seqs=2"]
 CASES = [
     Case("sd35m", "LoRA, micro-batch 44, 10 steps", 176, [], 72.6, 49.94),
     Case("sd35m", "the same, 44 images", 44, [], 70.3, 12.30),
@@ -91,6 +95,9 @@ CASES = [
          [*FEW, *micro(4), *CHECKPOINTING, *square(1024), *UNFOLDED]),
     Case("z-image", "full, micro-batch 4, checkpointing, offload", 16,
          [*FEW, *FULL, *micro(4), *CHECKPOINTING, *OFFLOAD, LEAN[-1]]),
+    # the largest whose weights are all trained on one H200: the optimizer's state is on the host
+    Case("flux-dev", LARGEST, 4, STATE_AWAY),
+    Case("qwen-image", f"{LARGEST}, held in bfloat16", 4, [*STATE_AWAY, f"{ACTOR}.engine.model_dtype=bfloat16"]),
 ]  # fmt: skip
 
 

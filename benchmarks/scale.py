@@ -6,7 +6,7 @@
 
 ranks: one rank of many (benchmarks.fake_ranks), and one rank of one beside it. offload: all weights of the largest
 model whose optimizer fits into the host. veomni: its update beside FSDP2's. models: architectures at their size.
-plan: settings for the table of docs/plan.md (benchmarks.plan_check --json found/plan.json).
+video: a long one. plan: settings for the table of docs/plan.md (benchmarks.plan_check --json found/plan.json).
 
 Settings compile beside each other and are timed alone (benchmarks.side_by_side). Figures are in found/found.json after
 each, what each printed in found/logs.
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import fake_ranks, models
-from benchmarks.plan_check import CASES
+from benchmarks.plan_check import CASES, LARGEST
 from benchmarks.side_by_side import Setting, Turns, run_all
-from benchmarks.sweep import CHECKPOINTING, FEW, FULL, import_everything, measure, micro, two_steps
+from benchmarks.sweep import import_everything, measure, two_steps
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 BLOCKS = [f"{ROLLOUT}.gather=blocks"]
@@ -61,6 +61,7 @@ def peak_and_seconds(work: str, images: int, overrides: list[str], turns: Turns)
     return {"peak GiB": timed["allocated"], "step s": seconds}
 
 
+AWAY = [case for case in CASES if LARGEST in case.name]
 # The memory is what `plan` says and a quarter more, for gaps between tensors.
 GROUPS: dict[str, list[Setting]] = {
     "ranks": [
@@ -72,15 +73,17 @@ GROUPS: dict[str, list[Setting]] = {
         rank("FLUX.1-dev, LoRA, folded, rank 0 of 8 in two copies", 40, "flux-dev", 8, 32,
              [*FOLDED, f"{ACTOR}.fsdp_config.fsdp_size=4"]),
     ],
-    "offload": [
-        step("FLUX.1-dev, full, optimizer offload", 128, "flux-dev", 4,
-             [*FEW, *FULL, *micro(1), *CHECKPOINTING, f"{ACTOR}.engine.optimizer_offload=true",
-              f"{ROLLOUT}.max_num_seqs=2"]),
-    ],
+    "offload": [of_plan(case, gib) for case, gib in zip(AWAY, (118, 100), strict=True)],
     "veomni": [
         rank("Qwen-Image, full, rank 0 of 8, VeOmni", 94, "qwen-image", 8, 0, VEOMNI),
         rank("Qwen-Image, LoRA, rank 0 of 8, FSDP2", 62, "qwen-image", 8, 64, []),
         rank("Qwen-Image, LoRA, rank 0 of 8, VeOmni", 62, "qwen-image", 8, 64, VEOMNI),
+    ],
+    "video": [
+        step("wan2.2, 81 frames", 118, "wan2.2", 2,
+             [f"{ROLLOUT}.pipeline.num_frames=81", f"{ROLLOUT}.pipeline.num_inference_steps=2",
+              f"{ROLLOUT}.algo.sde_window_size=1", f"{ROLLOUT}.pipeline.guidance_scale=1",
+              f"{ROLLOUT}.vae_tiling=true"]),
     ],
     "models": [
         step("sd35-large", 40, "sd35-large", 16, []),
@@ -92,7 +95,7 @@ GROUPS: dict[str, list[Setting]] = {
     ],
     "plan": [
         of_plan(case, gib)
-        for case, gib in zip((c for c in CASES if c.peak is None and c.ranks == 1),
+        for case, gib in zip((c for c in CASES if c.peak is None and c.ranks == 1 and c not in AWAY),
                              (34, 44, 78, 60, 44, 62, 66, 86, 72), strict=True)
     ],
 }  # fmt: skip

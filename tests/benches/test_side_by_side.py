@@ -1,0 +1,51 @@
+"""Settings that are measured beside each other: what one does leaves the others alone, and each is timed by itself."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.side_by_side import Turns
+
+SCRIPT = """
+import sys, torch
+from pathlib import Path
+from test_side_by_side import fails, measures, never_ends
+from benchmarks.side_by_side import Setting, run_all
+out = Path(sys.argv[1])
+settings = [Setting("fails", 4, fails, ()), Setting("never ends", 4, never_ends, (), seconds=1.0),
+            Setting("one", 4, measures, (out,)), Setting("two", 4, measures, (out,)),
+            Setting("large", 9, measures, (out,))]
+run_all(settings, out, gib=16, seconds=60)
+"""
+
+
+def measures(out: Path, turns: Turns) -> dict[str, float]:
+    with turns.together():
+        (out / "warm").touch()
+    with turns.alone():
+        alone = not (out / "timed").exists()
+        (out / "timed").touch()
+        (out / "timed").unlink()
+    return {"alone": float(alone)}
+
+
+def fails(turns: Turns) -> dict[str, float]:
+    raise MemoryError("no room\nfor more")
+
+
+def never_ends(turns: Turns) -> dict[str, float]:
+    signal.pause()
+    return {}
+
+
+def test_one_that_fails_or_hangs_leaves_the_others_alone(tmp_path):
+    here = Path(__file__)
+    done = subprocess.run([sys.executable, "-c", SCRIPT, tmp_path], capture_output=True, text=True, timeout=120,
+                          env={"PYTHONPATH": f"{here.parent}:{here.parents[2]}", "PATH": "/usr/bin:/bin"})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["fails"]["error"] == "MemoryError: no room" and "ended after 1 s" in found["never ends"]["error"]
+    assert [found[name]["alone"] for name in ("one", "two", "large")] == [1.0, 1.0, 1.0]
+    assert "MemoryError" in (tmp_path / "logs/fails.log").read_text() and "large: alone 1.00" in done.stdout
