@@ -27,7 +27,7 @@ from verl_omni.pipelines.utils import pipeline_class
 from verl_omni.trainer.checks.preparation import prepare_config
 from verl_omni.trainer.forecast.forecast import forecast
 from verl_omni.trainer.forecast.model import ModelCosts
-from verl_omni.trainer.forecast.passes import Pass
+from verl_omni.trainer.forecast.passes import Pass, Passes
 from verl_omni.trainer.forecast.stages import RankMemory, not_counted, optimizer_ratio
 from verl_omni.trainer.forecast.tables import text
 from verl_omni.trainer.forecast.weights import weights_of
@@ -172,6 +172,28 @@ def test_activations_are_those_that_autograd_keeps(architecture, lora, monkeypat
     kept = costs.passes.training(5, checkpointing=True, compiled=False)
     assert kept.kept < 0.5 * said.kept
     assert 0.5 * said.forward < kept.backward - said.backward <= said.forward  # blocks once more, but for their ends
+
+
+def test_what_was_measured_is_kept_for_the_next_plan(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = composed(*overrides_of(tmp_path, tiny_checkpoint("StableDiffusion3Pipeline")))
+    settings, measured = OmegaConf.to_object(prepare_config(config)), []
+    monkeypatch.setattr(Passes, "_whole", lambda self, rows, **how: measured.append(rows) or Pass(rows, 0.5, 3.0))
+    monkeypatch.setattr("verl_omni.trainer.forecast.passes.in_forks", lambda work: [one() for one in work])
+
+    def planned(tokens: int) -> Pass:
+        return ModelCosts(settings, (tokens, tokens), remember=True).passes.forward(4)
+
+    first = planned(200)
+    assert first.kept == 4 and len(measured) == 2
+    assert planned(200) == first and len(measured) == 2
+    planned(230)  # of longer prompts nobody knows
+    assert len(measured) == 4
+    for file in tmp_path.glob("verl_omni/plan/*.json"):
+        file.write_text("{")  # half of one
+    assert planned(200) == first and len(measured) == 6
+    ModelCosts(settings, (200, 200)).passes.forward(4)  # unless it is asked to, it remembers nothing
+    assert len(measured) == 8
 
 
 @pytest.mark.slow

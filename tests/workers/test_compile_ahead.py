@@ -1,5 +1,6 @@
 """The update's graphs come from the cache: other processes compiled them while the rollout ran."""
 
+import functools
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from engine_cases import loss_function, make_engine, model_config, roll_out, upd
 from ranks import start_ranks
 from tiny_models import tiny_checkpoint, tiny_sd3_transformer
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
 
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.sampling import halves
@@ -24,6 +26,7 @@ from verl_omni.workers.engine import base
 from verl_omni.workers.engine.compile import compile_ahead as ahead
 from verl_omni.workers.engine.compile.blocks import choose_cache, compile_blocks
 from verl_omni.workers.engine.compile.compile_ahead import CompileAhead, compile_ahead
+from verl_omni.workers.engine.fsdp.shard import shard, shard_alone
 
 
 @pytest.fixture
@@ -57,11 +60,15 @@ def quick_compiler(tmp_path, monkeypatch) -> Iterator[None]:
 
 
 @pytest.mark.slow  # a real compiler; test_compiled_architectures.py has what is sent to it
+@pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles for a CPU with g++")
-def test_the_update_finds_its_graphs(module, tmp_path, monkeypatch, quick_compiler):
+def test_the_update_finds_its_graphs(spread, module, tmp_path, monkeypatch, quick_compiler):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    (kind,) = compile_ahead([module], lambda: 3, None)
+    alone = functools.partial(shard_alone, dtype=torch.float32) if spread else None
+    (kind,) = compile_ahead([module], lambda: 3, None, alone)
     compile_blocks({"transformer": module})
+    if spread:
+        shard({"transformer": module}, init_device_mesh("cpu", (1,)), torch.float32, reshard=True)
     with torch.no_grad():
         run(module, rows=2)
     counters.clear()

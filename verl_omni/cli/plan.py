@@ -63,7 +63,7 @@ def of_settings(config: "DictConfig", gpus: int | None, memory: float | None, gp
         from verl_omni.trainer.forecast.forecast import forecast
         from verl_omni.trainer.forecast.tables import lines
 
-        for line in lines(forecast(config, gpus, memory, gpu)):
+        for line in lines(forecast(config, gpus, memory, gpu, remember=True)):
             print(line, flush=True)
 
 

@@ -1,8 +1,10 @@
 """What a worker would stumble over after a minute, tried here before one starts: the same calls, on nothing."""
 
 import dataclasses
+import functools
 import importlib.util
 import inspect
+import json
 import os
 import re
 import stat
@@ -170,11 +172,18 @@ def empty_modules(model: DiffusionModelConfig) -> list[torch.nn.Module]:
     parts = []
     for name in (model.transformer_subfolder or first, *(other for other in others if index.get(other, [None])[0])):
         config = read_component_config(model.config_path or model.path, name)
-        cls = getattr(diffusers, config.get("_class_name", ""), None)
-        if cls is not None:  # a class of the user's own is the adapter's business
-            with torch.device("meta"):
-                parts.append(cls.from_config(dict(config)))
+        if hasattr(diffusers, config.get("_class_name", "")):  # a class of the user's own is the adapter's business
+            parts.append(_empty_module(config["_class_name"], json.dumps(dict(config))))
     return parts
+
+
+@functools.lru_cache(maxsize=2)  # a model is asked several questions
+def _empty_module(name: str, config: str) -> torch.nn.Module:
+    import diffusers
+    from diffusers.models.modeling_utils import no_init_weights
+
+    with no_init_weights(), torch.device("meta"):
+        return getattr(diffusers, name).from_config(json.loads(config))
 
 
 def check_shared_sequence(model: DiffusionModelConfig, actor: DiffusionActorConfig) -> None:

@@ -42,10 +42,11 @@ def forecast(
     memory: float | None = None,
     gpu: str = "h200",
     known: dict[tuple, ModelCosts] | None = None,
+    remember: bool = False,
 ) -> Forecast:
     """`config` as the command composed it. Weights are not looked at: a folder of configs will do.
 
-    `known` remembers what was measured of models, for further forecasts.
+    `known` holds what was measured of models, for further forecasts; `remember` keeps it on disk, for other processes.
     """
     card_rates = rates(gpu, None)  # refuses a name that nobody knows before anything takes time
     with open_dict(config):
@@ -59,7 +60,7 @@ def forecast(
     layout = layout_of(settings)
     card_rates = rates(gpu, settings.actor_rollout_ref.model.architecture)
     card = Card(card_rates, (memory or MEMORY[gpu.lower()]) * GIB)
-    ways = Ways(settings, prompt_tokens(config, settings), card, known)
+    ways = Ways(settings, prompt_tokens(config, settings), card, known, remember)
     asked = ways.asked(layout)
     return Forecast(ways, layout, asked, layout.world + asked.servers, card, gpu.upper())
 

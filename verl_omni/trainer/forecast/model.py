@@ -28,28 +28,26 @@ DECODERS = {"vae", "audio_vae", "vocoder"}
 class ModelCosts:
     """Of a run's model, with prompts of so many token ids, its own and the negative one."""
 
-    def __init__(self, settings: DiffusionTrainerConfig, tokens: tuple[int, int]):
-        arr = settings.actor_rollout_ref
+    def __init__(self, settings: DiffusionTrainerConfig, tokens: tuple[int, int], remember: bool = False):
+        """`remember`: what is measured is kept for the next plan, and what was kept is not measured again."""
+        self.remember, arr = remember, settings.actor_rollout_ref
         self.config, self.engine, self.tiling = arr.model, arr.actor.engine, arr.rollout.vae_tiling
         self.adapter = DiffusionModelBase.get_class(self.config)
         self.dtype, self.model_dtype = resolve_dtypes(self.engine, GPU, self.config.lora_rank > 0)
-        module, parts = self._build()
+        # As the training engine does, before anything is read.
+        module, parts = build_module(self.config, self.engine.seed, self.model_dtype, None, empty=True)
         self.part, self.weights, self.trained = next(iter(parts.values())), weights_of(parts.values()), tuple(parts)
         self.gpu = PretendedGpu()
         self.pipe = self._pipeline()
         self.latents = self.adapter.prepare_latents(self.pipe, module, self.config, [torch.Generator()])
         self.conditions = self._conditions(*tokens)
 
-    def _build(self) -> tuple[torch.nn.Module, dict[str, torch.nn.Module]]:
-        """As the training engine does, before anything is read."""
-        return build_module(self.config, self.engine.seed, self.model_dtype, None)
-
     # ---- forwards of the transformer -----------------------------------------------------------------
 
     @functools.cached_property
     def passes(self) -> Passes:
-        part = next(iter(self._build()[1].values()))
-        return Passes(part, self._inputs, self.adapter.forward, self.dtype, self.gpu)
+        adapter = self.adapter if self.remember else None
+        return Passes(self.part, self._inputs, self.adapter.forward, self.dtype, self.gpu, adapter)
 
     def _inputs(self, rows: int) -> dict[str, Any]:
         """With the prompt: the half that is trained, and in a rollout the longer one."""

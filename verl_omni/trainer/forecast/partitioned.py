@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from verl_omni.utils.call_signature import by_name
+from verl_omni.workers.engine.compile.blocks import streams
+
 
 class Partitioned:
     """While it lasts, the first two blocks of each kind run as AOTAutograd's graphs, parted as inductor parts them.
@@ -31,6 +34,9 @@ class Partitioned:
 
 
 def _call(block: torch.nn.Module, graph: Any, *args: Any, **kwargs: Any) -> Any:
+    passed_on = streams(block)
+    given = by_name(block, args, kwargs)
+    args, kwargs = (), {name: _trained(value) if name in passed_on else value for name, value in given.items()}
     leaves, tree = tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     names, weights = zip(*block.named_parameters(), strict=True)
@@ -49,6 +55,12 @@ def _call(block: torch.nn.Module, graph: Any, *args: Any, **kwargs: Any) -> Any:
     tensors = [leaves[place] for place in places]
     shapes = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
     return graph(shapes, function)(list(weights), tensors)
+
+
+def _trained(value: Any) -> Any:
+    """As the engine gives it to the first block too: under LoRA it has no gradient there, and one graph serves all."""
+    lacks = isinstance(value, torch.Tensor) and torch.is_grad_enabled() and not value.requires_grad
+    return value.detach().requires_grad_() if lacks else value
 
 
 def _graph(known: dict[tuple, Any], shapes: tuple, function: Any) -> Any:

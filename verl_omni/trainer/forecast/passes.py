@@ -10,6 +10,7 @@ backward needs beside that is taken from the block as it is written.
 import contextlib
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from verl_omni.perf.live_bytes import LiveBytes, PretendedGpu
 from verl_omni.trainer.forecast.partitioned import Partitioned
+from verl_omni.trainer.forecast.remembered import Remembered
 from verl_omni.utils.forks import in_forks
 from verl_omni.workers.engine.compile.blocks import repeated_blocks
 
@@ -51,14 +53,25 @@ class Pass:
 
 
 class Passes:
-    """Of one transformer on a device. `inputs(rows)` are its arguments."""
+    """Of one transformer on a device, of which two blocks of each kind are left. `inputs(rows)` are its arguments."""
 
     def __init__(
-        self, part: torch.nn.Module, inputs: Inputs, forward: Forward, dtype: torch.dtype, gpu: PretendedGpu
+        self,
+        part: torch.nn.Module,
+        inputs: Inputs,
+        forward: Forward,
+        dtype: torch.dtype,
+        gpu: PretendedGpu,
+        adapter: type | None = None,
     ):
+        """With an `adapter`, what is measured with it is kept for the next plan."""
         self.part, self.inputs, self.call, self.dtype, self.gpu = part, inputs, forward, dtype, gpu
         self.kinds = kinds_of_blocks(part)
-        self._known: dict[tuple[int, frozenset], Pass] = {}
+        self._kept = Remembered(self._about(), (type(part), adapter)) if adapter else None
+        remembered = self._kept.read() if self._kept else {}
+        self._known = {_how(name): Pass(*numbers) for name, numbers in remembered.items()}
+        for holder, name in (place for blocks in self.kinds.values() for place in blocks[2:]):
+            del holder._modules[name]
         with self.gpu.here():
             part.to_empty(device=gpu.device).train()
 
@@ -92,6 +105,15 @@ class Passes:
         missing = [one for one in wanted if one not in self._known]
         work = [functools.partial(self._whole, rows, **dict(how)) for rows, how in missing]
         self._known |= dict(zip(missing, in_forks(work), strict=True))
+        if self._kept and missing:
+            self._kept.write({_name(how): list(dataclasses.astuple(one)) for how, one in self._known.items()})
+
+    def _about(self) -> list[Any]:
+        """All that figures depend on beside code."""
+        weights = [(n, *_described(p), p.requires_grad) for n, p in self.part.named_parameters()]
+        config = {name: repr(value) for name, value in self.part.config.items() if not name.startswith("_")}
+        inputs = [tree_map_only(torch.Tensor, _described, self.inputs(rows)) for rows in FEW_ROWS]
+        return [weights, config, repr(inputs), str(self.dtype)]
 
     def _whole(self, rows: int, **how: bool) -> Pass:
         ones, compiled = dict.fromkeys(self.kinds, 1), how.get("compiled", False)
@@ -137,6 +159,19 @@ class Passes:
                 if gradient and not compiled:
                     output.sum().backward()
                 return Pass(kept, live.most - kept, forward, live.flops - forward)
+
+
+def _described(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:
+    return tuple(tensor.shape), str(tensor.dtype)
+
+
+def _name(how: tuple[int, frozenset]) -> str:
+    return json.dumps([how[0], sorted(how[1])])
+
+
+def _how(name: str) -> tuple[int, frozenset]:
+    rows, how = json.loads(name)
+    return rows, frozenset(map(tuple, how))
 
 
 def _on_device(tensor: torch.Tensor) -> torch.Tensor:

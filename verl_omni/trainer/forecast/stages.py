@@ -1,5 +1,6 @@
 """Memory of each stage on one rank, and what it consists of."""
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -266,9 +267,14 @@ class ServerMemory:
 
 def optimizer_ratio(config: OptimizerConfig) -> float:
     """Bytes of state that the optimizer keeps, a byte of parameters: asked of it."""
+    return _ratio(config.optimizer, config.weight_decay)
+
+
+@functools.cache
+def _ratio(name: str, weight_decay: float) -> float:
     parameter = torch.nn.Parameter(torch.zeros(256, 256))
     parameter.grad = torch.zeros_like(parameter)
-    config = OptimizerConfig(optimizer=config.optimizer, weight_decay=config.weight_decay)
+    config = OptimizerConfig(optimizer=name, weight_decay=weight_decay)
     optimizer, _ = build_optimizer([parameter], config, torch.device("cpu"))
     optimizer.step()
     state = optimizer.state[parameter].values()

@@ -80,9 +80,11 @@ class Ways:
         tokens: tuple[int, int],
         card: Card,
         known: dict[tuple, ModelCosts] | None = None,
+        remember: bool = False,
     ):
-        self.settings, self.tokens, self.card = settings, tokens, card
+        self.settings, self.tokens, self.card, self.remember = settings, tokens, card, remember
         self._costs = {} if known is None else known
+        self._can_share: dict[int, bool] = {}
 
     @cached_property
     def amounts(self) -> Amounts:
@@ -92,11 +94,13 @@ class Ways:
         """Measured once for all that differ in what needs no other module."""
         arr = settings.actor_rollout_ref
         model, engine = arr.model, arr.actor.engine
-        same = (engine.dtype, engine.model_dtype, arr.rollout.vae_tiling, self.tokens, repr(model.pipeline))
-        key = (model.path, model.lora_rank, repr(model.target_modules), *same)
-        if key not in self._costs:
-            self._costs[key] = ModelCosts(settings, self.tokens)
-        return self._costs[key]
+        same = (engine.dtype, engine.model_dtype, self.tokens, repr(model.pipeline))
+        key, tiling = (model.path, model.lora_rank, repr(model.target_modules), *same), arr.rollout.vae_tiling
+        if (key, tiling) not in self._costs:
+            costs = self._costs[key, tiling] = ModelCosts(settings, self.tokens, self.remember)
+            if (other := self._costs.get((key, not tiling))) is not None:
+                costs.passes = other.passes  # the decoder's tiles change nothing there
+        return self._costs[key, tiling]
 
     def way(
         self, layout: Layout, servers: int = 0, mode: str = "colocated", settings: DiffusionTrainerConfig | None = None
@@ -140,6 +144,11 @@ class Ways:
         """Whether diffusers can cut samples of this model into so many parts."""
         if sequence == 1:
             return True
+        if sequence not in self._can_share:
+            self._can_share[sequence] = self._try_to_share(sequence)
+        return self._can_share[sequence]
+
+    def _try_to_share(self, sequence: int) -> bool:
         arr = self.settings.actor_rollout_ref
         own = dataclasses.replace(arr.actor.fsdp_config, ulysses_sequence_parallel_size=sequence)
         try:
@@ -155,11 +164,12 @@ def _divisors(number: int) -> list[int]:
 
 def varied(settings: DiffusionTrainerConfig, changes: Mapping[str, Any]) -> DiffusionTrainerConfig:
     """A copy with some settings otherwise, by their full names."""
-    settings = copy.deepcopy(settings)
     for name, value in changes.items():
-        *path, last = name.split(".")
-        place = settings
-        for step in path:
-            place = getattr(place, step)
-        setattr(place, last, value)
+        settings = _with(settings, name.split("."), value)
     return settings
+
+
+def _with(place: Any, path: list[str], value: Any) -> Any:
+    changed = copy.copy(place)  # all that is not on the way there is shared
+    setattr(changed, path[0], value if len(path) == 1 else _with(getattr(place, path[0]), path[1:], value))
+    return changed

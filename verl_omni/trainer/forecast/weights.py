@@ -1,6 +1,9 @@
 """The parameters of a model, as the ranks that share them hold them."""
 
+import dataclasses
+import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -31,42 +34,53 @@ class Weights:
     tensors: tuple[Held, ...]
     adapted: int  # bytes of the frozen weights that LoRA adapts
 
+    @functools.cached_property
+    def _alike(self) -> Counter[Held]:
+        """How many there are of each kind: blocks are many, and alike."""
+        return Counter(dataclasses.replace(held, block=None) for held in self.tensors)
+
+    @functools.cached_property
+    def _in_blocks(self) -> dict[int | None, tuple[int, int]]:
+        """Numbers in each block and around them, and how many of those are trained."""
+        found: dict[int | None, tuple[int, int]] = {None: (0, 0)}
+        for held in self.tensors:
+            all_of_it, trained = found.get(held.block, (0, 0))
+            found[held.block] = all_of_it + held.numel, trained + held.numel * held.trained
+        return found
+
     @property
     def numel(self) -> int:
-        return sum(held.numel for held in self.tensors)
+        return sum(held.numel * count for held, count in self._alike.items())
 
     @property
     def trained(self) -> int:
         """Numbers that are trained."""
-        return sum(held.numel for held in self.tensors if held.trained)
+        return sum(held.numel * count for held, count in self._alike.items() if held.trained)
 
     def bytes(self, parts: int = 1, which: Callable[[Held], bool] = lambda held: True) -> int:
         """Of those, a rank's share."""
-        return sum(held.share(parts) for held in self.tensors if which(held))
+        return sum(held.share(parts) * count for held, count in self._alike.items() if which(held))
 
     def trained_bytes(self, parts: int = 1) -> int:
         return self.bytes(parts, lambda held: held.trained)
 
     def largest_block(self, itemsize: int, trained: bool = False) -> int:
         """Bytes of the largest block, gathered in numbers of so many bytes; of it what is trained."""
-        blocks: dict[int, int] = {}
-        for held in self.tensors:
-            if held.block is not None and (held.trained or not trained):
-                blocks[held.block] = blocks.get(held.block, 0) + held.numel * itemsize
-        return max(blocks.values(), default=0)
+        blocks = (numbers[trained] for block, numbers in self._in_blocks.items() if block is not None)
+        return max(blocks, default=0) * itemsize
 
     def around(self, itemsize: int) -> int:
         """Bytes of what is around the blocks, gathered."""
-        return sum(held.numel * itemsize for held in self.tensors if held.block is None)
+        return self._in_blocks[None][0] * itemsize
 
     @property
     def blocks(self) -> int:
-        return len({held.block for held in self.tensors} - {None})
+        return len(self._in_blocks) - 1
 
     @property
     def largest(self) -> int:
         """Bytes of the largest tensor, whole."""
-        return max(held.numel * held.itemsize for held in self.tensors)
+        return max(held.numel * held.itemsize for held in self._alike)
 
 
 def weights_of(parts: Iterable[torch.nn.Module]) -> Weights:

@@ -11,9 +11,15 @@ from verl_omni.pipelines.model_base import DiffusionModelBase
 
 
 def add_lora(
-    parts: dict[str, torch.nn.Module], model_config: DiffusionModelConfig, adapter: type[DiffusionModelBase]
+    parts: dict[str, torch.nn.Module],
+    model_config: DiffusionModelConfig,
+    adapter: type[DiffusionModelBase],
+    empty: bool = False,
 ) -> None:
-    """Freeze the modules and give each its adapters, which are trained in float32 whatever the frozen dtype is."""
+    """Freeze the modules and give each its adapters, which are trained in float32 whatever the frozen dtype is.
+
+    `empty`: without values, on the meta device.
+    """
     from peft import LoraConfig
 
     targets = model_config.target_modules or adapter.lora_target_modules
@@ -25,7 +31,7 @@ def add_lora(
     )
     for part in parts.values():
         part.requires_grad_(False)
-        with stand_ins(part):
+        with torch.device("meta") if empty else stand_ins(part):
             part.add_adapter(config)
         for parameter in part.parameters():
             if parameter.requires_grad:

@@ -14,12 +14,13 @@ from verl_omni.workers.engine.lora import add_lora, base_name
 
 
 def build_module(
-    model_config: DiffusionModelConfig, seed: int, dtype: torch.dtype, attention: str | None
+    model_config: DiffusionModelConfig, seed: int, dtype: torch.dtype, attention: str | None, empty: bool = False
 ) -> tuple[torch.nn.Module, dict[str, torch.nn.Module]]:
     """(the module, the diffusers models in it that are trained), with its LoRA and attention kernels.
 
     What is to be read is on the meta device: `fill_module` gives it memory and values, when ranks have been told which
-    part of it is theirs. LoRA has its first values, which every rank draws alike.
+    part of it is theirs. LoRA has its first values, which every rank draws alike. `empty`: it is to be looked at only,
+    and LoRA is on the meta device too.
     """
     adapter = DiffusionModelBase.get_class(model_config)
     torch.manual_seed(derive_seed(seed, "initial weights"))
@@ -27,8 +28,8 @@ def build_module(
     module = load(model_config, dtype)
     parts = adapter.trained_modules(module)
     if model_config.lora_rank > 0:
-        add_lora(parts, model_config, adapter)
-    if model_config.lora_path:
+        add_lora(parts, model_config, adapter, empty)
+    if model_config.lora_path and not empty:
         load_lora(model_config, parts)
     for part in parts.values():
         if model_config.enable_gradient_checkpointing:
