@@ -2,15 +2,12 @@
 
     verl-omni check [RECIPE] [key=value ...]
 
-It runs in this process, without Ray, on one device, and draws with diffusers whatever the run's engine is. The image is
-written to outputs/check; the run's own folder is left alone.
+It runs in this process, without Ray, on one device, and draws with the run's engine, beside the training whatever
+trainer.mode says. The image is written to outputs/check; the run's own folder is left alone.
 """
 
 import json
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +27,9 @@ def main() -> None:
 
 
 def check(config: "DictConfig") -> None:
-    from verl_omni.cli.in_process import ARR, alone, mistakes_in_one_line, prepared
+    from verl_omni.cli.in_process import ARR, alone, load_libraries, mistakes_in_one_line, prepared, step
+
+    load_libraries(config)
     from verl_omni.trainer.checks.preflight import check_start
 
     with mistakes_in_one_line():
@@ -42,17 +41,22 @@ def check(config: "DictConfig") -> None:
         if run.algorithm.sample_source == "offline":
             print("The cached pairs fit the model. Offline training draws no image and asks no reward.")
             return
+        rollout = run.actor_rollout_ref.rollout
         one = {
             "data.val_files": run.data.val_files or run.data.train_files,
             "data.val_max_samples": 1,
             "trainer.val_only": True,
             "trainer.default_local_dir": str(FOLDER),
-            f"{ARR}rollout.val_kwargs": {"n": 1, "seed": run.actor_rollout_ref.rollout.val_kwargs.seed},
+            f"{ARR}rollout.name": rollout.name,
+            f"{ARR}rollout.engine_kwargs": rollout.engine_kwargs,
+            f"{ARR}rollout.compile_vae": False if rollout.name == "diffusers" else None,
+            f"{ARR}rollout.val_kwargs": {"n": 1, "seed": rollout.val_kwargs.seed},
         }
         draw(prepared(alone(config, one)))
 
 
 def draw(config: "DictConfig") -> None:
+    from verl_omni.cli.in_process import step
     from verl_omni.report.galleries import file_of
     from verl_omni.testing.local_trainer import local_trainer
     from verl_omni.workers.engine.module import quiet_loading
@@ -67,19 +71,6 @@ def draw(config: "DictConfig") -> None:
     told = {name: value for name, value in row["reward_extra_info"].items() if isinstance(value, int | float | str)}
     print(f'\nPrompt: "{row["prompt"]}"\nImage:  {folder / file_of(row)}\nScore:  {row["score"]:.4f}', end="")
     print("".join(f", {name}: {value}" for name, value in told.items()) + "\nA run with these settings can start.")
-
-
-@contextmanager
-def step(what: str) -> Iterator[None]:
-    """Say what is waited for, and how long it took."""
-    began = time.perf_counter()
-    print(f"{what} ...", end=" ", flush=True)
-    try:
-        yield
-    except BaseException:
-        print("no", flush=True)
-        raise
-    print(f"{time.perf_counter() - began:.1f} s", flush=True)
 
 
 if __name__ == "__main__":

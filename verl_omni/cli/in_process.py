@@ -1,6 +1,8 @@
 """A run's parts in this one process, without Ray: what `check` and `overfit` stand on."""
 
+import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -32,6 +34,29 @@ ALONE = {
     "reward.on_failure": "stop",
     "reward.retries": 0,
 }
+
+
+def load_libraries(config: DictConfig) -> None:
+    """They take seconds, in which the screen would be empty."""
+    from verl_omni.cli.train import import_checks
+
+    if OmegaConf.select(config, f"{ARR}rollout.name") == "vllm_omni":
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # there is no log for the rest
+    with step("libraries, loaded"):
+        import_checks(config)
+
+
+@contextmanager
+def step(what: str) -> Iterator[None]:
+    """Say what is waited for, and how long it took."""
+    began = time.perf_counter()
+    print(f"{what} ...", end=" ", flush=True)
+    try:
+        yield
+    except BaseException:
+        print("no", flush=True)
+        raise
+    print(f"{time.perf_counter() - began:.1f} s", flush=True)
 
 
 def prepared(config: DictConfig) -> DictConfig:

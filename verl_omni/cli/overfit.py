@@ -38,7 +38,9 @@ def main() -> None:
 
 
 def overfit(config: "DictConfig", steps: int, target: float | None) -> None:
-    from verl_omni.cli.in_process import ARR, alone, mistakes_in_one_line, prepared
+    from verl_omni.cli.in_process import ARR, alone, load_libraries, mistakes_in_one_line, prepared
+
+    load_libraries(config)
     from verl_omni.data.loading import load_datasets
     from verl_omni.testing.local_trainer import local_trainer
     from verl_omni.utils.run_files import read_metrics
