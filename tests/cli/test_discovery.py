@@ -1,6 +1,7 @@
 """`verl-omni models`, `algorithms`, `rewards`, `doctor` and `tiny`: what there is, and what is missing."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -70,6 +71,21 @@ def test_a_module_of_your_own_is_listed_too(monkeypatch, capsys, tmp_path):
     finally:
         registry._REWARDS._entries.pop("my_own_reward", None)
     assert "my_own_reward           image, prompt" in page and "How I like it" in page
+
+
+def test_an_algorithm_in_a_file_of_your_own_is_listed_too(monkeypatch, capsys, tmp_path):
+    from verl_omni.algorithms.registry import _ALGORITHMS
+
+    (tmp_path / "my_own_algorithm.py").write_text(
+        "from verl_omni.algorithms import Algorithm, register_algorithm\n\n"
+        'register_algorithm(Algorithm(name="my_own_algorithm"))\n'
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    try:
+        page = said(monkeypatch, capsys, "algorithms", "--external-lib", str(tmp_path / "my_own_algorithm.py"))
+    finally:
+        _ALGORITHMS._entries.pop("my_own_algorithm", None)
+    assert re.search(r"^my_own_algorithm +policy gradient +- +-$", page, re.MULTILINE) and "\ngdpo" not in page
 
 
 def test_the_doctor_finds_this_machine_fit(monkeypatch, capsys):

@@ -12,6 +12,21 @@ from verl_omni.cli.overfit import verdict
 
 RED = "import numpy as np\n\ndef compute_score(image):\n    return float(np.asarray(image)[..., 0].mean()) / 255\n"
 
+ENGINE = """
+from pathlib import Path
+
+from verl_omni.workers.rollout import register_rollout
+from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
+from verl_omni.workers.rollout.diffusers_server import DiffusersServer
+
+
+@register_rollout("mine_in_a_check", server=DiffusersServer)
+class Mine(DiffusersRollout):
+    def draw_batch(self, requests):
+        Path("drawn_by_mine").touch()
+        return super().draw_batch(requests)
+"""
+
 
 @pytest.fixture
 def here(tmp_path, monkeypatch, process_group):
@@ -28,9 +43,14 @@ def run(command, monkeypatch, *arguments) -> int | str | None:
 
 
 def test_one_image_is_drawn_and_scored(here, monkeypatch, capsys):
-    """With the settings of a run on eight devices and servers, of which there is one here."""
+    """With the settings of a run on eight devices and servers, of which there is one here, and by the run's engine."""
+    (here / "engine_of_mine.py").write_text(ENGINE)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     cluster = ["trainer.n_gpus_per_node=2", "trainer.mode=one_step_off", "rollout.n_gpus_per_node=2"]
-    assert run(check, monkeypatch, *tiny_settings(here), *cluster) is None
+    arr = "actor_rollout_ref."
+    engine = [f"{arr}model.external_lib=engine_of_mine.py", f"{arr}rollout.name=mine_in_a_check"]
+    assert run(check, monkeypatch, *tiny_settings(here), *cluster, *engine) is None
+    assert (here / "drawn_by_mine").exists()
     shown = capsys.readouterr().out
     assert 'Prompt: "a cat"' in shown and "A run with these settings can start." in shown
     image = Image.open(here / "outputs/check/validation/step_0/00000.png")

@@ -29,7 +29,7 @@ def flags(command: str) -> list[str]:
 def test_a_new_algorithm(tmp_path, monkeypatch, process_group):
     guide = "integrating_a_new_policy_gradient_algorithm_for_diffusion_model.md"
     (code,) = blocks(guide, "python")
-    (command,) = [block for block in blocks(guide, "bash") if "main_diffusion" in block]
+    (command,) = [block for block in blocks(guide, "bash") if "verl-omni train" in block]
     assert "actor_rollout_ref.model.algorithm=soft_grpo" in flags(command)
     (tmp_path / "soft_grpo.py").write_text(code)
     run_here(settings("run", *flags(command), "trainer.total_training_steps=1"), tmp_path, monkeypatch)
@@ -82,7 +82,7 @@ def test_a_new_model(tmp_path, aura_flow_model, monkeypatch, process_group):
     assert re.search(r"largest difference of a pixel: [01]\.\d\d of 255", done.stdout)
 
     own = [flag for flag in flags(command) if "model.path" not in flag]
-    assert own == ["actor_rollout_ref.model.external_lib=aura_flow"]
+    assert own == ["actor_rollout_ref.model.external_lib=aura_flow.py"]
     more = ["actor_rollout_ref.rollout.pipeline.max_sequence_length=64", "trainer.total_training_steps=1"]
     lora = ["actor_rollout_ref.model.lora_rank=4"]
     run_here(settings("run", *own, *more, *lora, model=aura_flow_model), tmp_path, monkeypatch)

@@ -2,6 +2,7 @@
 something."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,9 @@ def typed(tmp_path, monkeypatch):
     (tmp_path / "home/p/q").mkdir(parents=True)
     for name in ("mine.py", "train.txt", "key", "words.txt"):
         Path(name).write_text("a cat\n")
+    Path("registers.py").write_text("")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "registers", raising=False)
     for name in ("scorer", "lists", "jpeg_compressibility"):
         Path(name).mkdir()
     Path("model").symlink_to(tiny_checkpoint())
@@ -39,6 +43,7 @@ def typed(tmp_path, monkeypatch):
         *(f"+reward.custom_reward_function.reward_kwargs.{given}" for given in ("words=./words.txt", "kind=lists")),
         *("+reward.custom_reward_function.reward_kwargs.name=a/b", REWARDS),
         *("trainer.default_local_dir=runs/one", "trainer.device=cpu"),
+        "actor_rollout_ref.model.external_lib='json,registers.py'",
     ]
 
 
@@ -50,6 +55,7 @@ def test_every_path_means_the_same_on_another_machine(typed, tmp_path):
     assert own.path == f"{tmp_path}/mine.py"
     assert own.reward_kwargs == {"words": f"{tmp_path}/words.txt", "kind": "lists", "name": "a/b"}
     assert config.trainer.callbacks == [f"{tmp_path}/mine.py:Mine", "a.module.Mine"]
+    assert config.actor_rollout_ref.model.external_lib == f"json,{tmp_path}/registers.py"
     assert config.trainer.default_local_dir == f"{tmp_path}/runs/one"
     pick, http, jpeg, judge = config.reward.scorers
     assert (pick.name, pick.model, pick.processor) == ("pickscore", f"{tmp_path}/scorer", f"{tmp_path}/home/p/q")
@@ -59,7 +65,8 @@ def test_every_path_means_the_same_on_another_machine(typed, tmp_path):
     needed = needed_paths(config)
     assert all(os.path.isabs(path) and os.path.exists(path) for _, path in needed)
     assert {path.removeprefix(f"{tmp_path}/") for _, path in needed} == {
-        *("model", "train.txt", "lists/val.txt", "mine.py", "words.txt", "scorer", "home/p/q", "key")
+        *("model", "train.txt", "lists/val.txt", "mine.py", "words.txt", "scorer", "home/p/q", "key"),
+        "registers.py",
     }
     assert variables_of_rewards(config) == [("reward.scorers.token_env", "MINE")]
 

@@ -143,6 +143,11 @@ def algorithm_names() -> list[str]:
     return sorted({*_ALGORITHMS, *_LOSSES, *_ESTIMATORS, *_ADAPTED})
 
 
+def whole_algorithms() -> list[str]:
+    """The same without what is only a way to estimate advantages, for any of them."""
+    return sorted({*_ALGORITHMS, *_LOSSES, *_ADAPTED})
+
+
 def get_algorithm(name: str) -> Algorithm:
     """The algorithm of that name; where only a loss, an estimator or an adapter has it, the rest is Flow-GRPO's."""
     if name in _ALGORITHMS:

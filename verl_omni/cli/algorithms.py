@@ -9,18 +9,14 @@ from verl_omni.cli.tables import aligned
 
 def rows() -> list[tuple[str, str, str, str]]:
     """(name, family, a recipe that trains with it, what it is) of each that is more than a part of another."""
-    from verl_omni.algorithms.registry import algorithm_names, get_algorithm
+    from verl_omni.algorithms.registry import get_algorithm, whole_algorithms
 
     recipes = {}
     for name, path in shipped().items():
         for algorithm in re.findall(r"^    algorithm: (\w+)$", path.read_text(), re.MULTILINE):
             recipes.setdefault(algorithm, name)
-    found = map(get_algorithm, algorithm_names())
-    return [
-        (a.name, a.trainer_type.replace("_", " "), recipes.get(a.name, "-"), a.description)
-        for a in found
-        if a.description or a.name in recipes
-    ]
+    found = map(get_algorithm, whole_algorithms())
+    return [(a.name, a.trainer_type.replace("_", " "), recipes.get(a.name, "-"), a.description or "-") for a in found]
 
 
 def main() -> None:

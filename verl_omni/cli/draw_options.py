@@ -25,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--set", action="append", default=[], metavar="NAME=VALUE", help=how)
     add("--batch-size", type=int, default=4, help="images at once (%(default)s)")
     add("--device", choices=("cpu", "cuda"), help="by default a GPU if there is one")
-    add("--external-lib", metavar="MODULE", help="your modules that register models or rewards")
+    add("--external-lib", metavar="MODULE", help="your modules, or files x.py, that register models or rewards")
 
 
 def read_prompts(options: argparse.Namespace) -> list[Prompt]:

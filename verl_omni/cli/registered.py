@@ -7,7 +7,7 @@ import sys
 def parse(name: str, about: str) -> None:
     """The one option that they have: a module that registers things of the user's own."""
     parser = argparse.ArgumentParser(f"verl-omni {name}", description=about)
-    parser.add_argument("--external-lib", metavar="MODULE", help="your modules that register more, comma between them")
+    parser.add_argument("--external-lib", metavar="MODULE", help="your modules, or files x.py, that register more")
     options = parser.parse_args()
     from verl_omni.utils.external_lib import import_external_lib
 

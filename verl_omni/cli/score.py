@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("images", nargs="*", help="files, or folders of them: images, videos, sounds (wav)")
     parser.add_argument("--samples", help="JSONL file with image, prompt, ground_truth: such as a run's samples.jsonl")
     add_scorers(parser, "--set")
-    parser.add_argument("--external-lib", help="module that registers rewards of your own")
+    parser.add_argument("--external-lib", help="module, or file x.py, that registers rewards of your own")
     parser.add_argument("--prompt", help="one prompt for all images")
     parser.add_argument("--prompts", help="text file with a line for each image")
     parser.add_argument("--ground-truth", help="one ground truth for all images")

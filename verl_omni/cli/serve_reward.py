@@ -41,7 +41,7 @@ def parse() -> argparse.Namespace:
     add("--port", type=int, default=8123, help="0 takes a free one (%(default)s)")
     add("--token-env", metavar="NAME", help="the environment variable with the token that clients must send")
     add("--set", action="append", default=[], metavar="SCORER.KEY=VALUE", help="a setting, as in reward.scorers")
-    add("--external-lib", metavar="MODULE", help="your modules that register rewards, separated by commas")
+    add("--external-lib", metavar="MODULE", help="your modules, or files x.py, that register rewards; comma between")
     add("--max-batch", type=at_least_one, default=16, help="samples for one call of a scorer (%(default)s)")
     add("--queue-size", type=at_least_one, default=256, help="samples of a scorer that may wait (%(default)s)")
     add("--max-request-bytes", type=at_least_one, default=limits.request_bytes, help="(%(default)s)")

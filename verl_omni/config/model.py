@@ -25,7 +25,7 @@ class DiffusionModelConfig:
     algorithm: str = knob("flow_grpo", "the one flag that selects loss, advantage, sampling and adapter")
     architecture: str | None = knob(None, "pipeline class; null: read from model_index.json")
     external_lib: Any | None = knob(
-        None, "module(s) to import everywhere: registers your algorithm, model, reward", may_change=True
+        None, "module(s) or file(s) x.py to import everywhere: registers your algorithm, model, reward", may_change=True
     )
     tokenizer_path: str | None = knob(None, "tokenizer folder; null: the model's own")
     transformer_subfolder: str = knob("transformer", "subfolder of the trained transformer")

@@ -18,7 +18,7 @@ from verl_omni.trainer.checks.hub_names import fetch, models_of
 from verl_omni.trainer.checks.machines import RUN_DIR, needed_paths, variables_of_rewards
 from verl_omni.trainer.failures import innermost, one_line
 from verl_omni.utils.errors import RunError
-from verl_omni.utils.external_lib import import_external_lib, module_names
+from verl_omni.utils.external_lib import import_external_lib, names_of
 
 # What has to be of one version: weights, prompts and settings go from one machine to another.
 PACKAGES = ("verl-omni", "verl", "torch", "diffusers", "transformers", "peft", "safetensors")
@@ -64,7 +64,7 @@ def check_nodes(config: DictConfig) -> None:
     folder, mark = Path(config.trainer.default_local_dir), f".seen_{uuid.uuid4().hex}"
     asked = Asked(
         versions=versions(),
-        external_lib=module_names(config.actor_rollout_ref.model.external_lib),
+        external_lib=names_of(config.actor_rollout_ref.model.external_lib),
         paths=needed_paths(config),
         variables=variables_of_rewards(config),
         folder=str(folder),

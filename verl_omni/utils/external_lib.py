@@ -1,7 +1,9 @@
 """A user's own modules, which register algorithms, models or rewards: every process imports them."""
 
 import importlib
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from verl_omni.utils.registry import registrations
@@ -9,16 +11,17 @@ from verl_omni.utils.time_limit import time_limit
 
 
 def import_external_lib(names: Any, setting: str = "actor_rollout_ref.model.external_lib") -> None:
-    """`names`: null, one dotted module name, or several (a list, or separated by commas), as `setting` gives them."""
-    for name in module_names(names):
+    """`names`: null, a dotted module name or a file `x.py`, or several (a list, or separated by commas)."""
+    for name in names_of(names):
         try:
             with time_limit():
-                importlib.import_module(name)
+                _import(name, setting)
         except ModuleNotFoundError as error:
             if error.name != name.split(".")[0] and error.name != name:
                 raise
+            here = f" Or name the file that is here: {setting}={name}.py" if os.path.isfile(f"{name}.py") else ""
             raise ModuleNotFoundError(
-                f'{setting}="{name}" cannot be imported: is its folder on PYTHONPATH?'
+                f'{setting}="{name}" cannot be imported: is its folder on PYTHONPATH?{here}'
             ) from error
         except ValueError:  # a registration that is refused says what is wrong
             raise
@@ -28,9 +31,29 @@ def import_external_lib(names: Any, setting: str = "actor_rollout_ref.model.exte
             ) from error
 
 
+def _import(name: str, setting: str) -> None:
+    """A file is imported by its own name, so that other processes find what was pickled here."""
+    module = module_name(name)
+    if module == name:
+        importlib.import_module(name)
+        return
+    file = Path(os.path.abspath(os.path.expanduser(name)))
+    if not file.is_file():
+        raise ValueError(f'{setting}="{name}": there is no such file')
+    if not module.isidentifier():
+        raise ValueError(f'{setting}="{name}": a module cannot be called "{module}": rename the file')
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # at the end: it hides nothing
+        importlib.invalidate_caches()
+    found = importlib.import_module(module).__file__
+    if found is None or not file.samefile(found):
+        raise ValueError(f'{setting}="{name}": another module has that name ({found}): rename the file')
+
+
 def with_registered(names: Any) -> Any:
     """`names`, and the modules that a launcher imported by itself: what they registered, workers need too."""
-    listed = module_names(names)
+    listed = names_of(names)
+    known = [module_name(name) for name in listed]
     if "__main__" in registrations:
         raise ValueError(
             f"the script that was started registers {registrations['__main__']} itself, and worker processes cannot "
@@ -38,9 +61,9 @@ def with_registered(names: Any) -> Any:
             "actor_rollout_ref.model.external_lib"
         )
     for module in registrations:
-        if not any(f"{module}.".startswith(f"{name}.") for name in listed) and _importable(module):
+        if not any(f"{module}.".startswith(f"{name}.") for name in known) and _importable(module):
             listed.append(module)
-    return listed if len(listed) > len(module_names(names)) else names
+    return listed if len(listed) > len(known) else names
 
 
 def _importable(module: str) -> bool:
@@ -48,7 +71,16 @@ def _importable(module: str) -> bool:
     return any(finder.find_spec(module.split(".")[0], None) is not None for finder in sys.meta_path)
 
 
-def module_names(names: Any) -> list[str]:
+def names_of(names: Any) -> list[str]:
     """`actor_rollout_ref.model.external_lib` as a list."""
     parts = names.split(",") if isinstance(names, str) else list(names or ())
     return [part.strip() for part in parts if part.strip()]
+
+
+def is_file(name: str) -> bool:
+    return name.endswith(".py")
+
+
+def module_name(name: str) -> str:
+    """What it is imported as."""
+    return Path(name).stem if is_file(name) else name

@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.trainer.checks.hub_names import DATA, MODEL, OTHERS
 from verl_omni.utils import hub
+from verl_omni.utils.external_lib import is_file, names_of
 from verl_omni.utils.secrets import is_reference
 
 RUN_DIR = "trainer.default_local_dir"
@@ -22,6 +23,7 @@ FILES = (
     "trainer.replay",
 )
 CALLBACKS = "trainer.callbacks"
+EXTERNAL_LIB = "actor_rollout_ref.model.external_lib"
 # Arguments of rewards: of these only what looks like a path, and is one here.
 ARGUMENTS = ("reward.scorers", "reward.custom_reward_function.reward_kwargs")
 
@@ -77,6 +79,7 @@ def change_paths(config: DictConfig, change: Change) -> None:
     for setting in (MODEL, *OTHERS, *DATA, *FILES):
         _replace(config, setting, lambda name, value: value if _is_remote(value) else change(name, value))
     _replace(config, CALLBACKS, lambda name, value: _callback(name, value, change))
+    _replace(config, EXTERNAL_LIB, lambda name, value: _modules(name, value, change))
     for setting in ARGUMENTS:
         _replace(config, setting, lambda name, value: _argument(name, value, change))
 
@@ -84,6 +87,10 @@ def change_paths(config: DictConfig, change: Change) -> None:
 def _callback(setting: str, spec: str, change: Change) -> str:
     place, colon, name = spec.rpartition(":")
     return f"{change(setting, place)}:{name}" if colon and place.endswith(".py") else spec
+
+
+def _modules(setting: str, names: str, change: Change) -> str:
+    return ",".join(change(setting, name) if is_file(name) else name for name in names_of(names))
 
 
 def _argument(setting: str, value: str, change: Change) -> str:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_omni.config.knob import moved_names, walk
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.data.prompt_files import local_files
-from verl_omni.utils.external_lib import module_names
+from verl_omni.utils.external_lib import module_name, names_of
 from verl_omni.utils.hub import model_folder
 from verl_omni.utils.masking import masked
 
@@ -112,7 +112,7 @@ def _sample(path: Path, size: int, changed: int) -> bytes:
 def _module_files(modules: str | list[str] | None) -> list[str] | None:
     if modules is None:
         return None
-    files = [getattr(sys.modules.get(name), "__file__", None) for name in module_names(modules)]
+    files = [getattr(sys.modules.get(module_name(name)), "__file__", None) for name in names_of(modules)]
     return [file for file in files if file]
 
 
