@@ -33,6 +33,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
 http.server.ThreadingHTTPServer(("", int(sys.argv[2])), Handler).serve_forever()
 """
 
+WITH_ENGINE = """
+import subprocess, sys
+engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+with open("{engine}", "a") as file:
+    print(engine.pid, file=file)
+"""
+
 
 @pytest.fixture
 def judge(tmp_path):
@@ -69,11 +76,7 @@ def test_it_answers_and_comes_back_on_the_same_address(judge):
 def test_what_a_killed_server_had_started_is_ended_with_it(tmp_path):
     """vLLM's engine is a process of its own: it would keep the GPU's memory from the server that is started again."""
     engine = tmp_path / "engine"
-    (tmp_path / "server.py").write_text(
-        "import pathlib, subprocess, sys\n"
-        "engine = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        f"with open({str(engine)!r}, 'a') as file:\n    print(engine.pid, file=file)\n" + SERVER
-    )
+    (tmp_path / "server.py").write_text(WITH_ENGINE.format(engine=engine) + SERVER)
     judge = JudgeServer(f"{sys.executable} {tmp_path}/server.py m {{port}} 0", "/m", 0, f"{tmp_path}/log")
     try:
         ask(judge.start(30))
@@ -120,18 +123,21 @@ def test_one_that_does_not_start_says_why(tmp_path, command, said):
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-def test_it_does_not_outlive_who_started_it(tmp_path):
-    (tmp_path / "server.py").write_text(SERVER)
+@pytest.mark.parametrize("restarted", [False, True])
+def test_it_does_not_outlive_who_started_it(tmp_path, restarted):
+    """Nor does what it has started: vLLM's engine stays where its server is killed."""
+    engine = tmp_path / "engine"
+    (tmp_path / "server.py").write_text(WITH_ENGINE.format(engine=engine) + SERVER)
     code = (
-        "import os, signal\nfrom verl_omni.rewards.judge import JudgeServer\n"
+        "import os, signal, time\nfrom verl_omni.rewards.judge import JudgeServer\n"
         f"judge = JudgeServer('{sys.executable} {tmp_path}/server.py m {{port}} 1', 'm', 0, '{tmp_path}/log')\n"
-        "judge.start(60)\nprint(judge.pid(), flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
+        "judge.start(60)\nfirst = judge.pid()\n"
+        f"if {restarted}:\n    os.kill(first, signal.SIGKILL)\n"
+        f"while len(open('{engine}').read().split()) < {1 + restarted}:\n    time.sleep(0.05)\n"
+        "print(judge.pid(), flush=True)\nos.kill(judge.pid(), signal.SIGKILL)\nos.kill(os.getpid(), signal.SIGKILL)"
     )
     pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split()[-1])
-    end = time.monotonic() + 20
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    until(lambda: not any(map(runs, [pid, *map(int, engine.read_text().split())])))
 
 
 def test_only_a_judge_without_a_server_of_its_own_is_sent_there():

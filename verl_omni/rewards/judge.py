@@ -6,6 +6,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -25,6 +26,25 @@ from verl_omni.utils.hub import fetch_weights, model_folder, named
 JUDGE = "judge"  # what its servers are called where devices are dealt out
 MOST_RESTARTS = 3  # of a server that dies; then the rewards fail, with the reason that its clients see
 LOG = "reward_model_{number}.log"
+# Reads the number of the group to end when nobody is left who could write another. It is nobody's child: Ray ends the
+# children of a process that it kills, at once and without their own.
+KEEPER = """
+import os, signal, sys, time
+if os.fork():
+    os._exit(0)
+os.setsid()
+group = 0
+for line in sys.stdin:
+    group = int(line)
+try:
+    for _ in range(50 if group else 0):
+        os.killpg(group, 0)
+        time.sleep(0.1)
+    if group:
+        os.killpg(group, signal.SIGKILL)
+except ProcessLookupError:
+    pass
+"""
 
 
 class JudgeServer:
@@ -40,6 +60,10 @@ class JudgeServer:
         known = {"{model}": model.partition("@")[0], "{host}": host, "{port}": str(port), "{gpus}": str(max(gpus, 1))}
         self.command = [_filled(part, known) for part in shlex.split(command)]
         self.process: subprocess.Popen | None = None
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        keeper = subprocess.Popen([sys.executable, "-S", "-E", "-c", KEEPER], stdin=subprocess.PIPE, text=True, **quiet)
+        keeper.wait()  # what stays is the child that it has left behind
+        self.keeper = keeper.stdin
 
     @staticmethod
     def _from_hub(command: str, model: str) -> dict[str, str]:
@@ -79,6 +103,7 @@ class JudgeServer:
                     preexec_fn=_die_with_parent,
                     process_group=0,
                 )
+            self._to_end(self.process.pid)
         except OSError as error:
             raise RunError(
                 f"{self._named()} cannot be started: {error.strerror}: {self.command[0]}. Install it, or set "
@@ -111,6 +136,11 @@ class JudgeServer:
         """The engine of a server that was killed would keep the port, or the GPU's memory, from the next one."""
         with contextlib.suppress(ProcessLookupError):  # there is nobody left
             os.killpg(self.process.pid, signal.SIGKILL)
+        self._to_end(0)
+
+    def _to_end(self, group: int) -> None:
+        """With this process, however that ends; 0 is none."""
+        print(group, file=self.keeper, flush=True)
 
     def _named(self) -> str:
         return f"the reward model's server ({' '.join(self.command)})"

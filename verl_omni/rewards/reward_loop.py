@@ -95,6 +95,6 @@ class RewardLoopManager(VerlRewardLoopManager):
         return result
 
     def shutdown(self) -> None:
-        # A judge's server ends with the process that started it.
+        # A judge's server, and what that has started, end with the process that started it.
         for process in (*self.reward_loop_workers, *(p for pool in self.pools.values() for p in pool), *self.judges):
             ray.kill(process)
