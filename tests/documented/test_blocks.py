@@ -119,6 +119,8 @@ def test_what_is_not_run_is_looked_up(block):
         words = shlex.split(command)
         if words[0] == "python":
             source = (module_file(words[2]) if words[1] == "-m" else ROOT / words[1]).read_text()
+            shared = re.findall(r"^from (benchmarks\.\w+) import", source, re.MULTILINE)
+            source = "\n".join([source, *(module_file(name).read_text() for name in shared)])
         elif words[0] == "verl-omni":
             source = "\n".join(path.read_text() for path in (ROOT / "verl_omni/cli").glob("*.py"))
         else:

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from e2e_runs import metrics
 
-from benchmarks import think_then_draw
+from benchmarks import task_runs, think_then_draw
 from verl_omni.quickstart import task
 from verl_omni.quickstart.__main__ import training_command
 from verl_omni.quickstart.language_model import RECIPE, Recipe, build_language_model, written
@@ -57,10 +57,10 @@ def test_the_command_has_prompts_in_words_and_the_language_model(tmp_path):
 def test_a_step_of_the_recipe(tmp_path, process_group):
     pytest.importorskip("rapidocr")
     few = ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=1", "data.val_max_samples=4"]
-    overrides = [*think_then_draw.settings("both", 0, 1), *few, "actor_rollout_ref.rollout.n=4"]
-    think_then_draw.run_one(tmp_path / "run", overrides)
+    own = [*think_then_draw.RUNS["both"], *task_runs.settings(0, 1), *few, "actor_rollout_ref.rollout.n=4"]
+    task_runs.run_one(think_then_draw.TASK, tmp_path / "run", own)
     told = metrics(tmp_path / "run")[1]
     assert told["actor/rewriter/first_ratio_max_dev"] < 1e-5 and told["actor/first_ratio_max_dev"] < 1e-6
-    assert set(think_then_draw.curve(tmp_path / "run")) == {0, 1}
+    assert set(task_runs.curve(tmp_path / "run")) == {0, 1}
     sample = json.loads((tmp_path / "run/validation/step_0/samples.jsonl").read_text().splitlines()[0])
     assert sample["written"].startswith('a sign that reads "')

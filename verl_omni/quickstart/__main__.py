@@ -2,6 +2,7 @@
 
     verl-omni quickstart [--out DIR] [key=value ...]
     verl-omni quickstart --task think_then_draw        numbers in words: a language model learns to write them as digits
+    verl-omni quickstart --task melody                 sound: a small generator learns a melody of four notes
 
 Further arguments are overrides of the training config, such as trainer.total_training_steps=100.
 """
@@ -13,6 +14,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TypeAlias
+
+Start: TypeAlias = tuple[dict[str, Path], tuple[Path, Path]]
 
 RECIPE = Path(__file__).parent
 # What there is to learn: the recipe's name, and what to say of it.
@@ -24,6 +28,10 @@ TASKS = {
         "A small Qwen-Image that only knows digits is asked for numbers in words. A small language model, which turns "
         "words\ninto digits badly, writes its prompts and learns, with a real OCR of the pictures as the reward:"
     ),
+    "melody": (
+        "A small LongCat-AudioDiT plays any four notes. FlowGRPO teaches it a melody, with the pitch of what it plays "
+        "as the\nreward:"
+    ),
 }
 
 
@@ -32,7 +40,7 @@ def main() -> None:
         "verl-omni quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("outputs/quickstart"), help="folder for all that is written")
-    parser.add_argument("--run", help="name of the run (flow_grpo, think_then_draw); each has its own folder")
+    parser.add_argument("--run", help="name of the run (flow_grpo, or the task); each has its own folder")
     parser.add_argument("--task", choices=TASKS, default="quickstart", help="what is learned (%(default)s)")
     options, overrides = parser.parse_known_args()
 
@@ -47,7 +55,7 @@ def main() -> None:
     code = train(command)
     if code:
         sys.exit(code)
-    print("\nNumbers that were never trained on, before and after\n")
+    print("\nPrompts that were never trained on, before and after\n")
     print(format_before_after_table(run_dir))
     report = run_dir / "report.html"
     longer = training_command(options.out, run_dir, [*overrides, "trainer.total_training_steps=100"], task)
@@ -56,6 +64,32 @@ def main() -> None:
     for checkpoint in list(whole_checkpoints(run_dir).values())[-1:]:  # none with trainer.save_freq=0
         print(f"Trained weights: {checkpoint / 'export'}")
     print(f"Whole quickstart: {time.time() - began:.0f} s. To train on from here:\n\n    {shown(longer)}\n")
+
+
+def start_quickstart(data_dir: Path) -> Start:
+    from verl_omni.quickstart.data import write_data
+    from verl_omni.quickstart.task import CHECKPOINT
+
+    return {"model": CHECKPOINT}, write_data(data_dir)
+
+
+def start_think_then_draw(data_dir: Path) -> Start:
+    from verl_omni.quickstart.data import write_data
+    from verl_omni.quickstart.task import CHECKPOINT, LANGUAGE_MODEL, words_prompt
+
+    return {"model": CHECKPOINT, "rewriter": LANGUAGE_MODEL}, write_data(data_dir / "words", words_prompt)
+
+
+def start_melody(data_dir: Path) -> Start:
+    from verl_omni.quickstart.data import write_rows
+    from verl_omni.quickstart.melody.task import CHECKPOINT, MELODY, PROMPT, TRAIN, VAL, named_notes
+
+    row = (PROMPT, named_notes(MELODY))
+    return {"model": CHECKPOINT}, write_rows(data_dir / "melody", "pitch", [row] * TRAIN, [row] * VAL)
+
+
+# By task: writes the prompts to a folder; (what is loaded from where, the files of prompts).
+START = {"quickstart": start_quickstart, "think_then_draw": start_think_then_draw, "melody": start_melody}
 
 
 def train(command: list[str]) -> int:
@@ -73,16 +107,11 @@ def train(command: list[str]) -> int:
 
 def training_command(data_dir: Path, run_dir: Path, overrides: list[str], task: str = "quickstart") -> list[str]:
     """The command that trains what is shipped; the prompts are written to ``data_dir``."""
-    from verl_omni.quickstart.data import write_data
-    from verl_omni.quickstart.task import CHECKPOINT, LANGUAGE_MODEL, words_prompt
-
-    thinks = task == "think_then_draw"
-    train_file, val_file = write_data(data_dir / "words", words_prompt) if thinks else write_data(data_dir)
+    models, (train_file, val_file) = START[task](data_dir)
     return [
         sys.executable, "-m", "verl_omni.trainer.main_diffusion",
         "--config-dir", str(RECIPE), "--config-name", task,
-        f"actor_rollout_ref.model.path={CHECKPOINT}",
-        *([f"actor_rollout_ref.rewriter.path={LANGUAGE_MODEL}"] if thinks else []),
+        *(f"actor_rollout_ref.{part}.path={folder}" for part, folder in models.items()),
         f"data.train_files={train_file}",
         f"data.val_files={val_file}",
         f"trainer.default_local_dir={run_dir}",

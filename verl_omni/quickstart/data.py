@@ -1,6 +1,6 @@
-"""Prompts of the quickstart as parquet files in verl's layout."""
+"""Prompts of the quickstart's tasks as parquet files in verl's layout."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,18 +14,25 @@ def write_data(out: str | Path, prompt: Callable[[str], str] = prompt_for) -> tu
 
     ``prompt`` says how a number is asked for.
     """
+    return write_rows(out, "ocr_line", *([(prompt(number), number) for number in part] for part in split_numbers()))
+
+
+def write_rows(
+    out: str | Path, reward: str, train: Sequence[tuple[str, str]], val: Sequence[tuple[str, str]]
+) -> tuple[Path, Path]:
+    """The same of any (prompt, ground truth), which the scorer of that name is to score."""
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     paths = []
-    for split, numbers in zip(("train", "val"), split_numbers(), strict=True):
+    for split, asked in (("train", train), ("val", val)):
         rows = [
             {
-                "data_source": "ocr_line",
-                "prompt": [{"role": "user", "content": prompt(number)}],
-                "reward_model": {"style": "rule", "ground_truth": number},
+                "data_source": reward,
+                "prompt": [{"role": "user", "content": prompt}],
+                "reward_model": {"style": "rule", "ground_truth": truth},
                 "extra_info": {"split": split, "index": index},
             }
-            for index, number in enumerate(numbers)
+            for index, (prompt, truth) in enumerate(asked)
         ]
         path = out / f"{split}.parquet"
         unfinished = path.with_suffix(".tmp")

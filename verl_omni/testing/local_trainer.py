@@ -25,6 +25,7 @@ from verl_omni.trainer.diffusion.direct_preference_trainer import DirectPreferen
 from verl_omni.trainer.diffusion.policy_gradient_trainer import PolicyGradientRayTrainer
 from verl_omni.trainer.diffusion.processes import listen, set_schedule_length
 from verl_omni.trainer.diffusion.rollouts import EmbeddedRollouts, ServerRollouts
+from verl_omni.trainer.resources import choose_device
 from verl_omni.utils.background import start, wait_for
 from verl_omni.workers.diffusion_worker import DiffusionWorker
 from verl_omni.workers.rewriting_worker import worker_class
@@ -42,7 +43,6 @@ def local_config(overrides: list[str]) -> DictConfig:
 
     from verl_omni.config import schema
     from verl_omni.trainer.checks.preflight import preflight
-    from verl_omni.trainer.resources import choose_device
 
     schema.register()
     given = [f"trainer.device={choose_device(None)}", *map(with_plus, overrides)]
@@ -52,6 +52,7 @@ def local_config(overrides: list[str]) -> DictConfig:
 
 def local_trainer(config: DictConfig) -> BaseRayDiffusionTrainer:
     """The trainer that the configuration asks for, with its worker in this process, ready to `fit`."""
+    choose_device(config.trainer.device)  # verl would take a GPU's platform wherever torch was built for one
     train, val = load_datasets(config)
     family = TRAINERS[config.algorithm.trainer_type]
     trainer_class = type(f"Local{family.__name__}", (_LocalWorkers, family), {})
