@@ -131,6 +131,7 @@ def names() -> list[BadInput]:
         BadInput("Names", "an unknown setting of the loss", (f"{A}actor.diffusion_loss.extra.penalti=1",),
                  ("penalti",)),
         BadInput("Names", "a module that is not there", (f"{A}model.external_lib=no_such_module",)),
+        BadInput("Names", "a file of one's own that is not there", (f"{A}model.external_lib=no_such_file.py",)),
         BadInput("Names", "a module with a syntax error", (f"{A}model.external_lib=broken_module",),
                  ("broken_module",), files={"broken_module.py": "def f(:\n"}),
         BadInput("Names", "a module that imports what is not there", (f"{A}model.external_lib=lacking",), ("no_dep",),
