@@ -25,7 +25,7 @@ from benchmarks.sweep import import_everything, measure, two_steps
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 BLOCKS = [f"{ROLLOUT}.gather=blocks"]
-FOLDED = [f"{ACTOR}.engine.fold_lora=true"]
+FOLDED = [f"{ACTOR}.engine.fold_lora=true", f"{ACTOR}.engine.compile_ahead=true"]
 VEOMNI = [f"{ACTOR}.strategy=veomni"]
 SMALL = [
     f"{ROLLOUT}.pipeline.height=32", f"{ROLLOUT}.pipeline.width=32", f"{ROLLOUT}.pipeline.num_inference_steps=4",

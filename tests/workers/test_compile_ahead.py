@@ -103,8 +103,7 @@ def test_of_two_ranks_one_compiles_ahead(lora, tmp_path, monkeypatch, quick_comp
     start_ranks(rank_finds_its_graphs, (tmp_path, str(tiny_checkpoint("StableDiffusion3Pipeline")), lora))
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert first["failures"] == [None] * first["kinds"] and first["kinds"] > 0 and second["kinds"] == 0
-    assert first["fxgraph_cache_hit"] == 2 * first["kinds"]  # forward and backward
-    assert first.get("fxgraph_cache_miss", 0) == 0
+    assert first["fxgraph_cache_hit"] == 2 * first["kinds"]  # all that was compiled ahead: forward and backward
 
 
 def test_the_rollout_begins_with_the_half_that_is_trained():

@@ -94,7 +94,8 @@ class EngineConfig:
     )
     compile_ahead: bool | None = knob(
         None,
-        "compile the update in other processes while the first rollout runs, on each machine once; null: on a GPU",
+        "compile the update in other processes while the first rollout runs, of several ranks by one on each machine; "
+        "null: on a GPU with one rank",
         may_change=True,
     )
     fold_lora: bool | None = knob(
