@@ -1,6 +1,6 @@
 """Make all that a task needs: prompts, and a generator that is trained from scratch.
 
-    python -m verl_omni.tasks make scenes FOLDER [--seconds 150] [--target 0.6]     # minutes on one GPU
+    python -m verl_omni.tasks make scenes FOLDER [--seconds 300] [--target 0.6]     # minutes on one GPU
     python -m verl_omni.tasks make scenes ANOTHER --begun FOLDER/model              # goes on where it ended too early
     python -m verl_omni.tasks make scenes FOLDER --small                            # on a CPU: it learns nothing
 
@@ -22,12 +22,15 @@ def main() -> None:
     parser.add_argument("what", choices=["make"])
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("folder", type=Path, help="folder to write: model/, train.jsonl, val.jsonl")
-    parser.add_argument("--seconds", type=float, default=150, help="training ends after so long (%(default)s)")
+    ends = "training ends after so long, once the VAE is trained (%(default)s)"
+    parser.add_argument("--seconds", type=float, default=300, help=ends)
     parser.add_argument("--target", type=float, default=0.6, help="or when so much is drawn right (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of data and weights (%(default)s)")
     parser.add_argument("--begun", type=Path, help="a model made before, to train on; its VAE stays as it is")
     parser.add_argument("--small", action="store_true", help="a generator that a CPU trains in seconds")
     options = parser.parse_args()
+    if not options.seconds > 0:
+        parser.error(f"--seconds {options.seconds:g}: expected a time above 0, such as 300")
 
     from verl_omni.tasks import find_task
     from verl_omni.tasks.generator import SMALL, Size, make_generator

@@ -71,6 +71,8 @@ def make_generator(
 ) -> Path:
     """Train one into the folder `out`, until it scores `target` on prompts to train with or `seconds` have passed.
 
+    The seconds are the transformer's; its VAE is trained before them, as long as it takes.
+
     `begun` is one that was not trained long enough: this one goes on from its weights, and keeps its VAE.
     """
     if out.exists():
@@ -92,11 +94,12 @@ def make_generator(
         if kept >= CLEAR:
             break
     latents = encode(pipeline.vae, images)
+    drawing_began = time.monotonic()
 
     reached: dict[str, float] = {}
 
     def left() -> float:
-        return max(0.0, 1 - (time.monotonic() - began) / seconds)
+        return max(0.0, 1 - (time.monotonic() - drawing_began) / seconds)
 
     def enough(step: int, loss: float) -> bool:
         counted, graded = score(pipeline, task, size.score_pictures, seed)
