@@ -37,8 +37,9 @@ def test_a_file_needs_no_pythonpath(here):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("not_there.py", 'external_lib="not_there.py": there is no such file'),
+        ("not_there.py", 'external_lib="not_there.py": there is no such file in /.*: name its path'),
         ("my-algorithm.py", 'a module cannot be called "my-algorithm": rename the file'),
+        ("time.py", r"another module has that name \(a part of Python\): rename the file"),
         ("json.py", r"another module has that name \(.*json/__init__.py\): rename the file"),
     ],
 )
@@ -61,3 +62,5 @@ def test_a_file_is_not_listed_twice(here, monkeypatch):
     monkeypatch.setitem(registrations, "mine_in_a_file", "something")
     listed = with_registered("mine_in_a_file.py")
     assert "mine_in_a_file" not in (listed if isinstance(listed, list) else [listed])
+    # A later run of this process that does not name it: its workers cannot find it by its name alone.
+    assert with_registered(None) == [str(here / "mine_in_a_file.py")]

@@ -9,6 +9,8 @@ from typing import Any
 from verl_omni.utils.registry import registrations
 from verl_omni.utils.time_limit import time_limit
 
+FILES: dict[str, str] = {}  # of modules that were named by their file: other processes need the file too
+
 
 def import_external_lib(names: Any, setting: str = "actor_rollout_ref.model.external_lib") -> None:
     """`names`: null, a dotted module name or a file `x.py`, or several (a list, or separated by commas)."""
@@ -39,15 +41,17 @@ def _import(name: str, setting: str) -> None:
         return
     file = Path(os.path.abspath(os.path.expanduser(name)))
     if not file.is_file():
-        raise ValueError(f'{setting}="{name}": there is no such file')
+        raise ValueError(f'{setting}="{name}": there is no such file in {file.parent}: name its path')
     if not module.isidentifier():
         raise ValueError(f'{setting}="{name}": a module cannot be called "{module}": rename the file')
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))  # at the end: it hides nothing
         importlib.invalidate_caches()
-    found = importlib.import_module(module).__file__
+    found = getattr(importlib.import_module(module), "__file__", None)
     if found is None or not file.samefile(found):
-        raise ValueError(f'{setting}="{name}": another module has that name ({found}): rename the file')
+        other = found or "a part of Python"
+        raise ValueError(f'{setting}="{name}": another module has that name ({other}): rename the file')
+    FILES[module] = str(file)
 
 
 def with_registered(names: Any) -> Any:
@@ -62,7 +66,7 @@ def with_registered(names: Any) -> Any:
         )
     for module in registrations:
         if not any(f"{module}.".startswith(f"{name}.") for name in known) and _importable(module):
-            listed.append(module)
+            listed.append(FILES.get(module, module))
     return listed if len(listed) > len(known) else names
 
 
