@@ -7,6 +7,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from verl_omni.pipelines.vllm_omni import INSTALL
+
 try:
     import tomllib
 except ModuleNotFoundError:
@@ -52,9 +54,9 @@ def test_nothing_but_verl_holds_back_from_the_newest():
 
 def test_vllm_omni_of_a_wheel_is_that_of_the_makefile():
     page, makefile = (ROOT / "docs/vllm_omni.md").read_text(), (ROOT / "Makefile").read_text()
-    lines = [re.search(r"VLLM_TARGET_DEVICE=empty .*\n.*", text)[0] for text in (page, makefile)]
-    typed, made = (re.findall(r"[\w-]+==[\w.]+|--no-[\w-]+|VERSION_OVERRIDE=\S+", line) for line in lines)
-    assert typed == made and len(typed) == 8
+    lines = [re.search(r"VLLM_TARGET_DEVICE=empty .*(\n.*)?", text)[0] for text in (page, makefile, INSTALL)]
+    typed, made, said = (re.findall(r"[\w-]+==[\w.]+|--no-[\w-]+|VERSION_OVERRIDE=\S+", line) for line in lines)
+    assert typed == made == said and len(typed) == 8
 
 
 def test_what_vllm_omni_has_on_a_cpu_is_pinned():

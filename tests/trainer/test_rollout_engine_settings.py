@@ -63,7 +63,7 @@ def test_without_the_package_it_is_said_what_to_install(monkeypatch):
     monkeypatch.setattr(rollout_engine, "installed", lambda: False)
     line = one_line()
     assert "vllm-omni is not installed here: type make vllm-omni" in line and "or choose diffusers" in line
-    assert "docs/vllm_omni.md has for a CPU without a clone" in line
+    assert "on a CPU without a clone, pip install 'verl-omni[vllm-omni-cpu]' and VLLM_TARGET_DEVICE=empty" in line
 
 
 def test_stable_diffusion_without_t5_is_refused(there, tmp_path):

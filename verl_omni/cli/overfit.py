@@ -2,9 +2,9 @@
 
     verl-omni overfit [RECIPE] [key=value ...] [--steps 30] [--target SCORE]
 
-It takes the first training prompt and trains in this process, without Ray, on one device, in outputs/overfit, which it
-writes anew each time. The settings can learn if at the end an average image scores --target; by default, what at first
-only the best one did. If not, the last line says what was wrong.
+It takes the first training prompt, draws with the diffusers engine and trains in this process, without Ray, on one
+device, in outputs/overfit, which it writes anew each time. The settings can learn if at the end an average image scores
+--target; by default, what at first only the best one did. If not, the last line says what was wrong.
 """
 
 import argparse

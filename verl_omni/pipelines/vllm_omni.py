@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 
 INSTALL = (
-    "make vllm-omni (a clone, on a CPU), pip install 'verl-omni[vllm-omni]' in an environment of its own (CUDA), or "
-    "what docs/vllm_omni.md has for a CPU without a clone"
+    "make vllm-omni (a clone, on a CPU), pip install 'verl-omni[vllm-omni]' in an environment of its own (CUDA), or, "
+    "on a CPU without a clone, pip install 'verl-omni[vllm-omni-cpu]' and VLLM_TARGET_DEVICE=empty "
+    "VLLM_VERSION_OVERRIDE=0.26.0 pip install --no-deps --no-build-isolation --no-binary vllm vllm==0.26.0 "
+    "vllm-omni==0.26.0 cache-dit==1.3.0 xgrammar==0.2.8"
 )
 
 # Built-in adapters, imported when their architecture is first asked for.
