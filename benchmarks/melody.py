@@ -10,6 +10,7 @@ from benchmarks.task_runs import compare
 TASK = "melody"
 RUNS = {
     "flow_grpo": [],
+    "half_the_learning_rate": ["actor_rollout_ref.actor.optim.lr=3e-4"],
     "control": ["reward.custom_reward_function.path=pkg://verl_omni.quickstart.melody.control"],
 }
 

@@ -78,14 +78,17 @@ def run_all(settings: list[Setting], folder: Path, gib: float, seconds: float, a
         left = seconds - (time.monotonic() - began)
         for setting in list(waiting):
             free = gib - sum(other.gib + CONTEXT for other, _ in running.values())
-            if left > 0 and len(running) < at_once and setting.gib + CONTEXT <= max(free, 0 if running else gib):
+            if left > 0 and len(running) < at_once and (not running or setting.gib + CONTEXT <= free):
                 waiting.remove(setting)
+                _answer(folder, setting).unlink(missing_ok=True)  # of an earlier call
                 process = FORK.Process(target=_work, args=(setting, folder))
                 process.start()
                 running[process] = setting, time.monotonic()
             else:
                 break  # nobody overtakes one that is worth more
         if left <= 0:
+            found |= {setting.name: {"error": "not begun: the time was up"} for setting in waiting}
+            (folder / "found.json").write_text(json.dumps(found, indent=1))
             waiting.clear()
         time.sleep(0.1)
         for process, (setting, since) in list(running.items()):
@@ -97,7 +100,7 @@ def run_all(settings: list[Setting], folder: Path, gib: float, seconds: float, a
                     os.killpg(process.pid, signal.SIGKILL)  # with the processes that compile for it
             process.join()
             del running[process]
-            answer = folder / "logs" / f"{_file(setting)}.json"
+            answer = _answer(folder, setting)
             took = time.monotonic() - since
             found[setting.name] = json.loads(answer.read_text()) if answer.exists() else {
                 "error": f"ended after {took:.0f} s" if late else f"exit code {process.exitcode}"}  # fmt: skip
@@ -110,6 +113,10 @@ def run_all(settings: list[Setting], folder: Path, gib: float, seconds: float, a
 def _short(figures: dict[str, Any]) -> str:
     shown = {k: v for k, v in figures.items() if not k.startswith(("timing", "perf", "first "))}
     return ", ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in shown.items())
+
+
+def _answer(folder: Path, setting: Setting) -> Path:
+    return folder / "logs" / f"{_file(setting)}.json"
 
 
 def _file(setting: Setting) -> str:

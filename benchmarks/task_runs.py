@@ -100,7 +100,7 @@ def compare(
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time, a core each")
     options, overrides = parser.parse_known_args()
     import_everything()
-    out, files, jobs = options.out.resolve(), {}, []
+    out, files, given_to, jobs = options.out.resolve(), {}, {}, []
     out.mkdir(parents=True, exist_ok=True)
     first = FORK.Process(target=prepare, args=(out,))  # the others are forks of this one, which is to have no threads
     first.start()
@@ -111,12 +111,15 @@ def compare(
         for seed in options.seeds:
             files[name, seed] = out / f"{name}_{seed}_{options.steps}.json"
             given = [*runs[name], *settings(seed, options.steps), *overrides]
+            given_to[files[name, seed]] = given
             jobs.append(Job(files[name, seed], train, (task, str(out / f"{name}_{seed}"), given)))
     failed = run_all(jobs, options.parallel)
     if failed:
         sys.exit(f"error: failed, and their .log files say why: {', '.join(map(str, failed))}")
     found: dict[str, list[Scores]] = {}
     for (name, _), file in files.items():
-        told = json.loads(file.read_text())["scores"]
-        found.setdefault(name, []).append({int(step): score for step, score in told.items()})
+        told = json.loads(file.read_text())
+        if told["settings"] != given_to[file]:
+            sys.exit(f"error: {file} is of a run with other settings: choose another --out, or remove it")
+        found.setdefault(name, []).append({int(step): score for step, score in told["scores"].items()})
     print(table(found))

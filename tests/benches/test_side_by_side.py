@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from benchmarks.side_by_side import Turns
@@ -17,16 +18,21 @@ out = Path(sys.argv[1])
 settings = [Setting("fails", 4, fails, ()), Setting("never ends", 4, never_ends, (), seconds=1.0),
             Setting("one", 4, measures, (out,)), Setting("two", 4, measures, (out,)),
             Setting("large", 9, measures, (out,))]
+(out / "logs").mkdir()
+(out / "logs/never_ends.json").write_text('{"of": "an earlier call"}')
 run_all(settings, out, gib=16, seconds=60)
+run_all([Setting("too large", 20, measures, (out,)), Setting("late", 4, measures, (out,))], out / "more", 16, 0.05)
 """
 
 
 def measures(out: Path, turns: Turns) -> dict[str, float]:
     with turns.together():
-        (out / "warm").touch()
-    with turns.alone():
         alone = not (out / "timed").exists()
+        time.sleep(0.1)
+    with turns.alone():
+        alone &= not (out / "timed").exists()
         (out / "timed").touch()
+        time.sleep(0.3)  # long enough for the others to come in, were they not held back
         (out / "timed").unlink()
     return {"alone": float(alone)}
 
@@ -47,5 +53,7 @@ def test_one_that_fails_or_hangs_leaves_the_others_alone(tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["fails"]["error"] == "MemoryError: no room" and "ended after 1 s" in found["never ends"]["error"]
+    more = json.loads((tmp_path / "more/found.json").read_text())
+    assert "error" in more["too large"] and more["late"] == {"error": "not begun: the time was up"}
     assert [found[name]["alone"] for name in ("one", "two", "large")] == [1.0, 1.0, 1.0]
     assert "MemoryError" in (tmp_path / "logs/fails.log").read_text() and "large: alone 1.00" in done.stdout
