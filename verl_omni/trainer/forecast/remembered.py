@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from verl_omni import pipelines
 from verl_omni.perf import live_bytes
 from verl_omni.utils.json_files import read_object
+from verl_omni.workers import engine
 
 PACKAGES = ("torch", "diffusers", "peft")
 
@@ -53,5 +55,6 @@ def _code(cls: type) -> list[str]:
 
 @functools.cache
 def _own_code() -> list[str]:
-    files = [*sorted(Path(__file__).parent.glob("*.py")), Path(live_bytes.__file__)]
-    return [file.read_text() for file in files]
+    """Of all that a measured pass may go through."""
+    measured = [Path(__file__).parent, Path(live_bytes.__file__).parent, *pipelines.__path__, *engine.__path__]
+    return [file.read_text() for folder in measured for file in sorted(Path(folder).rglob("*.py"))]
