@@ -27,6 +27,7 @@ KNOBS = {
         f"set {ACTOR}.engine.fold_lora=false",
         OPTIMIZER,
         f"set {ROLLOUT}.vae_tiling=true",
+        f"set {ACTOR}.engine.compile_ahead=false, where it is the first",
     ],
     "rollout with vLLM-Omni": [
         f"lower {ROLLOUT}.max_num_seqs",
@@ -35,6 +36,7 @@ KNOBS = {
         f"set {ROLLOUT}.vae_tiling=true",
     ],
     "reference pass": [f"lower {REF}.log_prob_micro_batch_size_per_gpu", ENCODERS, SAMPLES, OPTIMIZER, REFERENCE],
+    "teacher's pass": [f"lower {REF}.log_prob_micro_batch_size_per_gpu", ENCODERS, SAMPLES, OPTIMIZER],
     "old log-probabilities": [f"lower {ACTOR}.ppo_micro_batch_size_per_gpu", ENCODERS, SAMPLES, OPTIMIZER],
     "update": [
         f"lower {ACTOR}.ppo_micro_batch_size_per_gpu",
@@ -53,13 +55,14 @@ KNOBS = {
 def names_memory_knobs(stage: str) -> Callable:
     """Decorator: a torch.OutOfMemoryError in this stage names what to change."""
 
+    choices = "".join(f"\n  - {knob}" for knob in KNOBS[stage])
+
     def wrap(function: Callable) -> Callable:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
                 return function(*args, **kwargs)
             except torch.OutOfMemoryError as error:
-                choices = "".join(f"\n  - {knob}" for knob in KNOBS[stage])
                 raise torch.OutOfMemoryError(
                     f"the {stage} ran out of GPU memory. What may help:{choices}"
                 ) from error
