@@ -62,7 +62,8 @@ class JudgeServer:
         self.process: subprocess.Popen | None = None
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         keeper = subprocess.Popen([sys.executable, "-S", "-E", "-c", KEEPER], stdin=subprocess.PIPE, text=True, **quiet)
-        keeper.wait()  # what stays is the child that it has left behind
+        if keeper.wait():  # what stays is the child that it has left behind
+            raise RunError("the reward model's server: no process could be started that would end it with the run")
         self.keeper = keeper.stdin
 
     @staticmethod
@@ -103,12 +104,12 @@ class JudgeServer:
                     preexec_fn=_die_with_parent,
                     process_group=0,
                 )
-            self._to_end(self.process.pid)
         except OSError as error:
             raise RunError(
                 f"{self._named()} cannot be started: {error.strerror}: {self.command[0]}. Install it, or set "
                 "reward.reward_model.command"
             ) from error
+        self._to_end(self.process.pid)
 
     def _watch(self) -> None:
         while True:
@@ -140,7 +141,10 @@ class JudgeServer:
 
     def _to_end(self, group: int) -> None:
         """With this process, however that ends; 0 is none."""
-        print(group, file=self.keeper, flush=True)
+        try:
+            print(group, file=self.keeper, flush=True)
+        except BrokenPipeError:  # somebody has killed it
+            print(f"{self._named()} may outlive the run, whose watch over it is gone: end it by hand", flush=True)
 
     def _named(self) -> str:
         return f"the reward model's server ({' '.join(self.command)})"
