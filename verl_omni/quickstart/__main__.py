@@ -55,7 +55,7 @@ def main() -> None:
     code = train(command)
     if code:
         sys.exit(code)
-    print("\nPrompts that were never trained on, before and after\n")
+    print("\nValidation, before and after\n")
     print(format_before_after_table(run_dir))
     report = run_dir / "report.html"
     longer = training_command(options.out, run_dir, [*overrides, "trainer.total_training_steps=100"], task)
