@@ -426,6 +426,11 @@ BLOCKS, TWO_RANKS = f"{ROLLOUT}.gather=blocks", "trainer.n_gpus_per_node=2"
         ),
         ([f"{ACTOR}.engine.fold_lora=true"], "fold_lora=true does nothing without LoRA"),
         ([f"{ACTOR}.engine.compile_ahead=true", TWO_RANKS, f"{ULYSSES}=2"], "does nothing where ranks share samples"),
+        ([f"{ACTOR}.engine.compile_ahead=true", "trainer.device=cpu"], "compile_ahead=true does nothing on a CPU"),
+        (
+            [f"{ACTOR}.engine.compile_ahead=true", f"{ACTOR}.engine.use_torch_compile=false"],
+            "compile_ahead=true does nothing without compiled blocks (use_torch_compile=false)",
+        ),
         (
             [f"{ACTOR}.engine.fold_lora=true", LORA, f"{ACTOR}.fsdp_config.fsdp_size=1", TWO_RANKS],
             "does nothing where each of 2 ranks holds the whole weights",

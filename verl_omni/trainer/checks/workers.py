@@ -51,6 +51,8 @@ def check_workers(settings: DiffusionTrainerConfig) -> None:
             f"actor_rollout_ref.actor.ppo_mini_batch_size * actor_rollout_ref.rollout.n = {mini} * {n} images do not "
             f"divide among {layout.data} {'groups' if shared else 'devices'}{shared}"
         )
+    # Without a device said, as in a plan for other machines, nobody knows.
+    on_a_cpu = trainer.device == "cpu" and arr.actor.engine.use_torch_compile is None
     each_has_all = ranks > 1 and layout.shard * layout.sequence == 1
     idle = {
         "fold_lora": {
@@ -62,6 +64,8 @@ def check_workers(settings: DiffusionTrainerConfig) -> None:
         "compile_ahead": {
             f"with VeOmni over the {ranks} ranks": ranks > 1 and arr.actor.strategy == "veomni",
             "where ranks share samples, whose blocks are not compiled": layout.sequence > 1,
+            "without compiled blocks (use_torch_compile=false)": arr.actor.engine.use_torch_compile is False,
+            "on a CPU, where blocks are compiled with use_torch_compile=true only": on_a_cpu,
         },
     }
     for name, reasons in idle.items():
