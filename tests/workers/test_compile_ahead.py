@@ -1,13 +1,16 @@
 """The update's graphs come from the cache: other processes compiled them while the rollout ran."""
 
 import functools
+import io
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -160,6 +163,35 @@ def test_failing_is_told_and_does_not_end_the_run(module, waiting):
     with pytest.warns(UserWarning, match="no compiler"):
         run(module, rows=3)
     run(module, rows=3)
+
+
+def test_one_that_never_ends_is_ended_and_told(module, monkeypatch):
+    popen, (read, write) = subprocess.Popen, os.pipe()
+    compiler = f"cat /dev/fd/{read} &"  # it has the process's own pipes too, and goes on without it
+    stuck = ["sh", "-c", f"{compiler} cat > /dev/null; wait"]
+    monkeypatch.setattr(ahead.subprocess, "Popen", lambda command, **options: popen(stuck, pass_fds=[read], **options))
+    monkeypatch.setattr(ahead, "LIMIT", 0.1)
+    try:
+        (kind,) = compile_ahead([module], lambda: 3, None)
+        with torch.no_grad():
+            run(module, rows=2)
+        with pytest.warns(UserWarning, match="it took longer than 0.1 s"):
+            run(module, rows=3)
+        assert kind.process.returncode == -9
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def test_the_process_leaves_no_group_behind(monkeypatch):
+    """What NCCL says at the end of one would stand in the place of the error."""
+    ended = []
+    monkeypatch.setattr(ahead, "start_compilers", lambda: None)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(pickle.dumps(None))))  # no job: it fails
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append(dist.is_initialized()))
+    with pytest.raises(AttributeError):
+        ahead.main()
+    assert ended == [True]
 
 
 def test_a_block_that_no_other_process_can_find_is_told_too(module, waiting):

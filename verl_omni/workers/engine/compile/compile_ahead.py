@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from verl_omni.utils.call_signature import argument_names, by_name
@@ -30,6 +31,7 @@ from verl_omni.workers.engine.compile.blocks import (
     streams,
 )
 
+LIMIT = 900  # seconds; then the update compiles for itself
 # Makes of a block one that is compiled as among several ranks.
 Spread = Callable[[torch.nn.Module], None]
 
@@ -115,7 +117,12 @@ class CompileAhead:
             self.failure = f"{type(error).__name__}: {error}"
             self._end()
             return
-        said = self.process.communicate(blob)[1].decode()
+        try:
+            said = self.process.communicate(blob, timeout=LIMIT)[1].decode()
+        except subprocess.TimeoutExpired:
+            self.failure = f"it took longer than {LIMIT} s"
+            self._end()
+            return
         if self.process.returncode:
             self.failure = " ".join(said.strip().splitlines()[-1:])
 
@@ -133,7 +140,9 @@ class CompileAhead:
 
     def _end(self) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()  # and not for its compilers, which have its pipe too
+        for pipe in (self.process.stdin, self.process.stderr):
+            pipe.close()
 
 
 def compile_ahead(
@@ -186,5 +195,9 @@ def main() -> None:
     import torch._inductor.compile_fx  # noqa: F401
 
     start_compilers()
-    with contextlib.suppress(EOFError):  # the run ended before there was any work
-        run(pickle.load(sys.stdin.buffer))
+    try:
+        with contextlib.suppress(EOFError):  # the run ended before there was any work
+            run(pickle.load(sys.stdin.buffer))
+    finally:
+        if dist.is_initialized():  # what is left of it would speak after the error, or keep the process from ending
+            dist.destroy_process_group()
