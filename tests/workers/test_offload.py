@@ -5,8 +5,8 @@ import torch
 from engine_cases import assert_same, gradients, loss_function, make_engine, model_config, roll_out, update, weights
 from tiny_models import tiny_checkpoint
 
-from verl_omni.workers.engine import step_in_pieces
-from verl_omni.workers.host_memory import HostMemory, Pinned, bring
+from verl_omni.workers.engine import checkpoint_io, step_in_pieces
+from verl_omni.workers.host_memory import HostMemory, Pinned, bring, bring_state
 
 OFFLOAD = {"param_offload": True, "optimizer_offload": True}
 
@@ -44,6 +44,113 @@ def test_the_state_of_few_parameters_at_a_time_is_on_the_device(monkeypatch):
     (group,) = offloaded.optimizer.param_groups
     assert list(map(id, group["params"])) == list(map(id, offloaded.parameters.values()))
     assert len(offloaded.optimizer.state) == trained > 50
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint after two optimizer steps, the batch that they took, and the weights after two more."""
+    folder, engine = tmp_path_factory.mktemp("saved"), make_engine(model_config(tiny_checkpoint()))
+    data = roll_out(engine)
+    update(engine, data, loss_function())
+    engine.save_checkpoint(str(folder))
+    update(engine, data, loss_function())
+    return folder, data, weights(engine)
+
+
+@pytest.mark.parametrize("settings", [{"optimizer_offload": True}, OFFLOAD])
+def test_an_offloaded_run_resumes_bit_for_bit(settings, saved):
+    folder, data, expected = saved
+    engine = make_engine(model_config(tiny_checkpoint()), **settings)
+    engine.load_checkpoint(str(folder))
+    update(engine, data, loss_function())
+    assert_same(expected, weights(engine), atol=0)
+
+
+def test_the_state_of_offloaded_weights_is_on_the_device_after_resuming(saved):
+    """It is made where they are: a step on the device would find it in CPU memory."""
+    engine = make_engine(model_config(tiny_checkpoint()), param_offload=True)
+    engine.device = torch.device("meta")
+    engine.load_checkpoint(str(saved[0]))
+    states = engine.optimizer.state.values()
+    assert states and {state["exp_avg"].device.type for state in states} == {"meta"}
+
+
+def test_resuming_has_the_state_of_few_parameters_on_the_device(monkeypatch, saved):
+    """Before, torch made gradients and state of all of them there at once: a run that offloads has no room for that."""
+    engine = make_engine(model_config(tiny_checkpoint()), optimizer_offload=True)
+    largest = max(p.nbytes for p in engine.parameters.values())
+    monkeypatch.setattr(step_in_pieces, "PIECE", largest)
+    gradients_there, taken = [], []
+    engine.optimizer.register_step_pre_hook(
+        lambda *_: gradients_there.append(sum(p.nbytes for p in engine.parameters.values() if p.grad is not None))
+    )
+    take = engine.host.take_state
+    monkeypatch.setattr(engine.host, "take_state", lambda o, piece, anew: taken.extend(piece) or take(o, piece, anew))
+    monkeypatch.setattr(checkpoint_io.dcp, "load", lambda *_, **__: None)
+    before, rates = weights(engine), [group["lr"] for group in engine.optimizer.param_groups]
+    engine.checkpoint_config.load_contents = ["optimizer"]
+    engine.load_checkpoint(str(saved[0]))
+    assert max(gradients_there) == largest and len(gradients_there) > 3
+    assert list(map(id, taken)) == list(map(id, engine.optimizer.state)) and len(taken) > 50
+    assert_same(before, weights(engine), atol=0)
+    assert not gradients(engine) and [group["lr"] for group in engine.optimizer.param_groups] == rates
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_the_offloaded_state_as_it_was(monkeypatch, saved):
+    folder, data, _ = saved
+    engine = make_engine(model_config(tiny_checkpoint()), **OFFLOAD)
+    update(engine, data, loss_function(clip=10.0), steps=1)
+
+    def moments():
+        states = {name: engine.optimizer.state.get(p, {}) for name, p in engine.parameters.items()}
+        return {f"{name}.{key}": value.clone() for name, state in states.items() for key, value in state.items()}
+
+    before = moments()
+
+    def unfit(tensors, held, kind, where):
+        if kind == "optimizer.":
+            raise ValueError("does not fit")
+
+    monkeypatch.setattr(checkpoint_io, "_check_fit", unfit)
+    with pytest.raises(ValueError, match="does not fit"):
+        engine.load_checkpoint(str(folder))
+    assert_same(before, moments(), atol=0)
+
+
+@pytest.mark.parametrize("arguments", [{"fused": True}, {"capturable": True}, {}])
+def test_steps_are_counted_where_the_optimizer_reads_them(arguments):
+    """A fused AdamW on a GPU takes no count that lies in CPU memory, where a resumed run has had it made."""
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.AdamW([weight])
+    optimizer.step()
+    optimizer.param_groups[0] |= arguments
+    bring_state(optimizer, [weight], torch.device("meta"))
+    state = optimizer.state[weight]
+    assert state["exp_avg"].device.type == state["exp_avg_sq"].device.type == "meta"
+    assert state["step"].device.type == ("meta" if arguments else "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="state goes to and fro between a GPU and its host (-m gpu)")
+@pytest.mark.parametrize("settings", [{}, {"optimizer_offload": True}, {"param_offload": True}, OFFLOAD])
+def test_a_resumed_run_goes_on_on_a_gpu(settings, tmp_path):
+    def step(engine):
+        with engine.train_mode():
+            for i, parameter in enumerate(engine.parameters.values()):
+                parameter.grad = torch.full_like(parameter, 0.01 * (1 + i % 7))
+            engine.optimizer_step()
+        return weights(engine)
+
+    config = model_config(tiny_checkpoint())
+    first, again = make_engine(config, **settings), make_engine(config, **settings)
+    step(first)
+    first.save_checkpoint(str(tmp_path))
+    again.load_checkpoint(str(tmp_path))
+    for state in again.optimizer.state.values():
+        assert state["exp_avg"].is_cuda != ("optimizer_offload" in settings)
+        assert state["exp_avg"].is_cuda or state["exp_avg"].is_pinned()
+    assert_same(step(first), step(again), atol=0)
 
 
 def test_places_lie_side_by_side_in_pinned_blocks():

@@ -19,6 +19,7 @@ SHARE = "share the model between more GPUs (trainer.n_gpus_per_node)"
 # What helps in a stage, what costs least first. Offloaded weights are back for the update.
 KNOBS = {
     "loading of the model": [ADAPTERS, BFLOAT16, REFERENCE, SHARE],
+    "loading of the checkpoint": [ENCODERS, OPTIMIZER, REFERENCE, SHARE],
     "rollout": [
         f"lower {ROLLOUT}.max_num_seqs",
         f"set {ROLLOUT}.cfg_in_one_forward=false",

@@ -46,13 +46,17 @@ class HostMemory:
         self.settle()
 
     @torch.no_grad()
-    def take_state(self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Of those. Nobody has waited for the copies yet (`settle`)."""
+    def take_state(
+        self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter], anew: bool = False
+    ) -> None:
+        """Of those. Nobody has waited for the copies yet (`settle`). `anew`: into other places than before."""
         for parameter in parameters:
             state = optimizer.state.get(parameter, {})
             for name, value in state.items():
                 if _is_large(value):
                     key = (id(parameter), name)
+                    if anew:
+                        self._places.pop(key, None)
                     if key not in self._places and value.device.type != "cpu" and value is local(value):
                         self._places[key] = self._pinned.like(value)
                     state[name] = self._place(key, value, changes=True)
@@ -106,10 +110,13 @@ def bring(modules: Iterable[torch.nn.Module], device: torch.device) -> None:
 def bring_state(
     optimizer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter], device: torch.device
 ) -> None:
+    """A count of steps too, where the optimizer reads it on the device: weights on the host had theirs made there."""
+    groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
+    counted_there = {id(parameter) for group in groups for parameter in group["params"]}
     for parameter in parameters:
         state = optimizer.state.get(parameter, {})
         for name, value in state.items():
-            if _is_large(value):
+            if _is_large(value) or (isinstance(value, torch.Tensor) and id(parameter) in counted_there):
                 state[name] = value.to(device, non_blocking=True)
 
 

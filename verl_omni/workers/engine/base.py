@@ -23,6 +23,7 @@ from verl_omni.config import (
     EngineConfig,
     OptimizerConfig,
 )
+from verl_omni.perf.memory import names_memory_knobs
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.workers.engine import checkpoint_io
 from verl_omni.workers.engine.checkpoint_io import Writing
@@ -40,7 +41,7 @@ from verl_omni.workers.engine.policies import Policies, policy_at
 from verl_omni.workers.engine.protocol import MODEL_TYPE, TrainingEngine
 from verl_omni.workers.engine.replay import Replay
 from verl_omni.workers.engine.reverse_steps import ReverseSteps
-from verl_omni.workers.host_memory import HostMemory, bring
+from verl_omni.workers.host_memory import HostMemory, bring, bring_state
 from verl_omni.workers.process_group import first_on_its_machine
 
 __all__ = ["MODEL_TYPE", "DiffusionEngine", "TrainingEngine"]
@@ -332,11 +333,14 @@ class DiffusionEngine(Passes):
         if writing is not None:
             writing.end()
 
+    @names_memory_knobs("loading of the checkpoint")
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False, **kwargs
     ) -> None:
         self.settle()
         checkpoint_io.load(self, local_path)
+        if not self.is_optimizer_offload_enabled:  # weights on the host had theirs made there
+            bring_state(self.optimizer, list(self.optimizer.state), self.device)
 
     def checkpoint_bytes(self) -> int:
         return checkpoint_io.needed_bytes(self)

@@ -23,7 +23,8 @@ from verl_omni.utils.json_files import read_object
 from verl_omni.workers.engine.export import HasWeights, export
 from verl_omni.workers.engine.optimizer import set_schedule
 from verl_omni.workers.engine.policies import Policies
-from verl_omni.workers.host_memory import local
+from verl_omni.workers.engine.step_in_pieces import make_state_in_pieces
+from verl_omni.workers.host_memory import HostMemory, local
 
 STATE = "state"
 ENGINE = "engine.json"  # what of the state is no tensor
@@ -38,6 +39,9 @@ class HasState(HasWeights, Protocol):
     policies: Policies
     optimizer: torch.optim.Optimizer
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler
+    is_optimizer_offload_enabled: bool
+    host: HostMemory
+    device: torch.device
 
 
 class Writing:
@@ -188,7 +192,10 @@ def _empty_moments(engine: HasState, notes: dict, folder: str) -> dict[str, torc
         )
     engine.optimizer.zero_grad()
     engine.optimizer.state.clear()
-    if notes["moments"]:  # torch makes an empty state for every parameter
+    if notes["moments"] and engine.is_optimizer_offload_enabled:
+        held = [p for name, p in engine.parameters.items() if name in notes["moments"]]
+        make_state_in_pieces(engine.optimizer, held, engine.host, engine.device)
+    elif notes["moments"]:  # torch makes an empty state for every parameter
         get_optimizer_state_dict(engine.module, engine.optimizer, options=StateDictOptions(ignore_frozen_params=True))
     for name, parameter in engine.parameters.items():
         if name not in notes["moments"]:
