@@ -119,6 +119,7 @@ def test_two_ranks_share_each_sample(tmp_path):
                 torch.testing.assert_close(torch.tensor(found[key], dtype=value.dtype), value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow  # four processes; two ranks share each sample above
 def test_two_groups_of_two_ranks_with_lora(tmp_path):
     lora = {"lora_rank": 4, "lora_alpha": 8, "samples": 2}
     shared = on_ranks(4, str(tmp_path / "store"), ["QwenImagePipeline"], lora)

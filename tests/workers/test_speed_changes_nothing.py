@@ -25,7 +25,10 @@ def config(lora: bool = True):
     return model_config(tiny_checkpoint(), cfg=True, lora=lora)
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+FULL = pytest.param(False, id="full", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("lora", [FULL, pytest.param(True, id="lora")])
 def test_compiled_blocks(lora, monkeypatch):
     """Traced and differentiated ahead of time as on a GPU; the kernels are those of eager mode.
 
