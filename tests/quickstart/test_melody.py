@@ -12,8 +12,9 @@ from e2e_runs import metrics
 
 from benchmarks import melody, task_runs
 from verl_omni.quickstart.__main__ import training_command
+from verl_omni.quickstart.made import RECIPE
 from verl_omni.quickstart.melody import control, task
-from verl_omni.quickstart.melody.generator import RECIPE, Recipe, build_generator, heard, scores
+from verl_omni.quickstart.melody.generator import Recipe, build_generator, heard, scores
 
 SHORT = Recipe(sounds=8, vae_steps=2, vae_batch=2, transformer_steps=2, transformer_batch=2)
 

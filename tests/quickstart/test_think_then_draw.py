@@ -10,7 +10,8 @@ from e2e_runs import metrics
 from benchmarks import task_runs, think_then_draw
 from verl_omni.quickstart import task
 from verl_omni.quickstart.__main__ import training_command
-from verl_omni.quickstart.language_model import RECIPE, Recipe, build_language_model, written
+from verl_omni.quickstart.language_model import Recipe, build_language_model, written
+from verl_omni.quickstart.made import RECIPE
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,6 @@ draws can be read, and the rest is left for reinforcement learning.
 
 import argparse
 import dataclasses
-import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +24,13 @@ from tqdm import tqdm
 from verl_omni.pipelines.single_frame_vae import speed_up_single_frames
 from verl_omni.pipelines.utils import weights_in
 from verl_omni.quickstart import task
+from verl_omni.quickstart.made import made_whole, write_recipe
 from verl_omni.testing.tiny_random import QWEN_IMAGE_PREFIX
 from verl_omni.testing.tiny_text import qwen_text_encoder, qwen_tokenizer
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
 
-RECIPE = "recipe.json"
 TEXT_WIDTH = 64
 LATENT_CHANNELS = 4
 NUM_INFERENCE_STEPS = 4
@@ -57,15 +55,11 @@ class Recipe:
 def build_checkpoint(out: str | Path, recipe: Recipe | None = None) -> Path:
     """Train the checkpoint into the folder ``out``, which appears only when complete; on a GPU if there is one."""
     out, recipe = Path(out), recipe or Recipe()
-    if out.exists():
-        raise FileExistsError(f"{out} exists: choose another folder or remove it")
-    with torch.random.fork_rng():
+    with made_whole(out) as folder, torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         pipeline = _train(recipe, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    unfinished = out.with_name(f"{out.name}.unfinished-{os.getpid()}")
-    pipeline.to(torch.float16).save_pretrained(unfinished)
-    (unfinished / RECIPE).write_text(json.dumps(dataclasses.asdict(recipe), indent=2) + "\n")
-    unfinished.rename(out)
+        pipeline.to(torch.float16).save_pretrained(folder)
+        write_recipe(folder, dataclasses.asdict(recipe))
     return out
 
 

@@ -9,16 +9,15 @@ reinforcement learning.
 
 import argparse
 import dataclasses
-import json
 import random
 from pathlib import Path
 
 import torch
 
 from verl_omni.quickstart import task
+from verl_omni.quickstart.made import made_whole, write_recipe
 from verl_omni.testing.tiny_text import language_model, qwen_tokenizer
 
-RECIPE = "recipe.json"
 # ChatML, without a system message of its own.
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -41,19 +40,17 @@ class Recipe:
 def build_language_model(out: str | Path, recipe: Recipe | None = None) -> Path:
     """Train it into the folder `out`, for `AutoModelForCausalLM.from_pretrained`."""
     out, recipe = Path(out), recipe or Recipe()
-    if out.exists():
-        raise FileExistsError(f"{out} exists: choose another folder or remove it")
     numbers, _ = task.split_numbers()
     tokenizer = qwen_tokenizer(["user assistant\n", *(task.words_prompt(number) for number in numbers)])
     tokenizer.chat_template = TEMPLATE
-    with torch.random.fork_rng():
+    with made_whole(out) as folder, torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         model = language_model(tokenizer, recipe.hidden_size, recipe.layers)
         _train(model, tokenizer, numbers, recipe)
-    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    model.to(torch.float16).save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    (out / RECIPE).write_text(json.dumps(dataclasses.asdict(recipe), indent=2) + "\n")
+        model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        model.to(torch.float16).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        write_recipe(folder, dataclasses.asdict(recipe))
     return out
 
 

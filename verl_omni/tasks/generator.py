@@ -6,8 +6,6 @@ tell words apart. Training ends early on purpose: what the generator cannot draw
 
 import copy
 import dataclasses
-import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +18,7 @@ import torch.nn.functional as F
 
 from verl_omni.pipelines.single_frame_vae import speed_up_single_frames
 from verl_omni.quickstart.checkpoint import encode, load_pipeline, take_step
+from verl_omni.quickstart.made import made_whole, write_recipe
 from verl_omni.testing.tiny_random import QWEN_IMAGE_PREFIX
 from verl_omni.testing.tiny_text import qwen_text_encoder, qwen_tokenizer
 from verl_omni.workers.engine.compile.blocks import compile_blocks
@@ -75,10 +74,20 @@ def make_generator(
 
     `begun` is one that was not trained long enough: this one goes on from its weights, and keeps its VAE.
     """
-    if out.exists():
-        raise FileExistsError(f"{out} exists: choose another folder or remove it")
     if begun is not None and not (begun / "model_index.json").is_file():
         raise NotADirectoryError(f"{begun} holds no model: expected a folder that this command has made")
+    with made_whole(out) as folder:
+        pipeline, reached = trained(task, size, seconds, target, seed, begun)
+        pipeline.to("cpu", torch.float16).save_pretrained(folder)
+        made = {"task": task.NAME, "seed": seed, **dataclasses.asdict(size), "target": target, **reached}
+        write_recipe(folder, made)
+    return out
+
+
+def trained(
+    task: ModuleType, size: Size, seconds: float, target: float, seed: int, begun: Path | None
+) -> tuple["QwenImagePipeline", dict[str, float]]:
+    """(the pipeline, how far it has come)."""
     began = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")  # the same as elsewhere on a CPU
@@ -109,12 +118,7 @@ def make_generator(
         return counted >= target or not left()
 
     train_transformer(pipeline, latents, [prompt for prompt, _ in asked], size, left, enough)
-    unfinished = out.with_name(f"{out.name}.unfinished-{os.getpid()}")
-    pipeline.to("cpu", torch.float16).save_pretrained(unfinished)
-    made = {"task": task.NAME, "seed": seed, **dataclasses.asdict(size), "target": target, **reached}
-    (unfinished / "recipe.json").write_text(json.dumps(made, indent=2) + "\n")
-    unfinished.rename(out)
-    return out
+    return pipeline, reached
 
 
 def untrained(task: ModuleType, size: Size) -> "QwenImagePipeline":

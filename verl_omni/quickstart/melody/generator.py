@@ -11,8 +11,6 @@ random weights. Which four notes are wanted is left for reinforcement learning.
 
 import argparse
 import dataclasses
-import json
-import os
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -23,13 +21,13 @@ import torch.nn.functional as F
 
 from verl_omni.pipelines.utils import weights_in
 from verl_omni.quickstart.checkpoint import take_step
+from verl_omni.quickstart.made import made_whole, write_recipe
 from verl_omni.quickstart.melody import task
 from verl_omni.testing.tiny_text import t5_encoder, t5_tokenizer
 
 if TYPE_CHECKING:
     from diffusers import LongCatAudioDiTPipeline
 
-RECIPE = "recipe.json"
 TEXT_WIDTH = 64
 LATENT_CHANNELS = 8
 STRIDES = (8, 8)  # even ones: with odd ones a sound comes back shorter
@@ -55,15 +53,10 @@ class Recipe:
 def build_generator(out: str | Path, recipe: Recipe | None = None) -> Path:
     """Train it into the folder `out`, which appears only when complete."""
     out, recipe = Path(out), recipe or Recipe()
-    if out.exists():
-        raise FileExistsError(f"{out} exists: choose another folder or remove it")
-    with torch.random.fork_rng():
+    with made_whole(out) as folder, torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
-        pipeline = _train(recipe)
-    unfinished = out.with_name(f"{out.name}.unfinished-{os.getpid()}")
-    pipeline.to(torch.float16).save_pretrained(unfinished)
-    (unfinished / RECIPE).write_text(json.dumps(dataclasses.asdict(recipe), indent=2) + "\n")
-    unfinished.rename(out)
+        _train(recipe).to(torch.float16).save_pretrained(folder)
+        write_recipe(folder, dataclasses.asdict(recipe))
     return out
 
 
