@@ -3,8 +3,8 @@
 import pytest
 import torch
 from e2e_runs import metrics, run_here, settings
+from refusals import refused
 from test_architectures import PROMPTS, SEQUENCE, TABLE, config, rollout, shrink_references
-from test_refused_settings import refused
 
 from verl_omni.pipelines.drawing import Request
 

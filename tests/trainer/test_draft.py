@@ -6,7 +6,7 @@ import pytest
 import torch
 from composed import composed
 from e2e_runs import metrics, run_here, settings
-from test_refused_settings import refused
+from refusals import refused
 from tiny_models import tiny_checkpoint
 
 from verl_omni.rewards.differentiable import check_differentiable, differentiable

@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 import torch
 from e2e_runs import metrics, prompts, run_here, settings
+from refusals import refused
 from test_group_queue import B, Simulation
-from test_refused_settings import refused
 from verl.protocol import DataProto
 
 from verl_omni.config.algorithm import DiffusionAlgoConfig

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from e2e_runs import metrics, settings
-from test_refused_settings import prepared, refused
+from refusals import prepared, refused
 from tiny_models import tiny_checkpoint
 
 from verl_omni.config import DiffusionRolloutConfig

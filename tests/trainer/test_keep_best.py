@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from e2e_runs import metrics, run_here, settings
-from test_refused_settings import refused
+from refusals import refused
 
 from verl_omni.cli.trained import find_weights
 from verl_omni.config.schema import TrainerConfig

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from e2e_runs import metrics, settings
-from test_refused_settings import refused
+from refusals import refused
 
 from verl_omni.agent_loop.diffusion_agent_loop import DiffusionSingleTurnAgentLoop, register
 from verl_omni.pipelines.qwen_image import QwenImage

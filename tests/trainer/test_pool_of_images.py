@@ -4,7 +4,7 @@ import math
 
 import pytest
 from e2e_runs import metrics, settings
-from test_refused_settings import refused
+from refusals import refused
 
 from verl_omni.testing.local_trainer import local_config, local_trainer
 from verl_omni.trainer.diffusion.pool import best_and_worst

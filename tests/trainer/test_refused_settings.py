@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from composed import composed
+from refusals import prepared, refused
 from safetensors.torch import save_file
 from tiny_models import tiny_checkpoint
 
@@ -16,35 +16,12 @@ from verl_omni.algorithms.registry import _ESTIMATORS, _LOSSES
 from verl_omni.config import DiffusionActorConfig, DiffusionModelConfig, FSDPConfig, VeOmniConfig, schema
 from verl_omni.config.actor import OPTIMIZERS
 from verl_omni.config.knob import walk
-from verl_omni.trainer.checks.preparation import prepare_config
 from verl_omni.trainer.checks.workers import check_veomni, empty_modules
-from verl_omni.trainer.failures import users_mistake
 
 ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 ENGINE = f"{ROLLOUT}.checkpoint_engine"
 ASYNC = ["trainer.mode=fully_async"]
 OFF, IS = ["trainer.mode=one_step_off"], "algorithm.rollout_correction.rollout_is=step"
-
-
-def prepared(*overrides: str, architecture: str = "QwenImagePipeline"):
-    given = [
-        f"{MODEL}.path={tiny_checkpoint(architecture)}",
-        f"{ROLLOUT}.pipeline.height=32",
-        f"{ROLLOUT}.pipeline.width=32",
-        f"{ROLLOUT}.pipeline.num_inference_steps=4",
-        "data.train_files=prompts.parquet",
-        *overrides,
-    ]
-    return prepare_config(composed(*given))
-
-
-def refused(*overrides: str, architecture: str = "QwenImagePipeline") -> str:
-    """The line that the user gets."""
-    with pytest.raises(Exception) as caught:  # noqa: B017  (users_mistake says whether it is one line)
-        prepared(*overrides, architecture=architecture)
-    line = users_mistake(caught.value)
-    assert line is not None, f"a traceback for a user's mistake: {caught.value!r}"
-    return line
 
 
 # ---- ranges --------------------------------------------------------------------------------------------

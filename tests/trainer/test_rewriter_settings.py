@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from test_refused_settings import refused
+from refusals import refused
 from tiny_language_model import REWRITER, rewriting
 from tiny_models import tiny_checkpoint
 

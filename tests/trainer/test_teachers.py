@@ -10,8 +10,8 @@ import torch.distributed as dist
 from e2e_runs import metrics, run_here, settings
 from preference_cases import make_batch, make_engine, weights
 from ranks import start_ranks
+from refusals import refused
 from safetensors.torch import load_file
-from test_refused_settings import refused
 from tiny_models import tiny_checkpoint
 
 from verl_omni.testing.local_trainer import local_config, local_trainer
