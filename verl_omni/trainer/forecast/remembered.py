@@ -13,13 +13,10 @@ from typing import Any
 from verl_omni import pipelines
 from verl_omni.perf import live_bytes
 from verl_omni.utils.json_files import read_object
+from verl_omni.utils.user_cache import user_cache
 from verl_omni.workers import engine
 
 PACKAGES = ("torch", "diffusers", "peft")
-
-
-def place() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl_omni" / "plan"
 
 
 class Remembered:
@@ -28,7 +25,7 @@ class Remembered:
     def __init__(self, about: Any, by: tuple[type, ...]):
         versions = [importlib.metadata.version(name) for name in PACKAGES]
         said = json.dumps([about, [_code(cls) for cls in by], _own_code(), versions])
-        self.file = place() / f"{hashlib.sha256(said.encode()).hexdigest()}.json"
+        self.file = user_cache("plan") / f"{hashlib.sha256(said.encode()).hexdigest()}.json"
 
     def read(self) -> dict[str, list[float]]:
         try:

@@ -6,12 +6,12 @@ import sys
 import threading
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from verl_omni.utils.call_signature import argument_names, by_name
+from verl_omni.utils.user_cache import user_cache
 from verl_omni.workers.engine.compile.computed_once import computed_once
 
 
@@ -52,7 +52,7 @@ def choose_cache() -> None:
 
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir()) != default_cache_dir():  # torch sets its own too
         return
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl_omni" / "inductor"
+    cache = user_cache("inductor")
     try:
         cache.parent.parent.mkdir(parents=True, exist_ok=True)
         for folder in (cache.parent, cache):
