@@ -25,6 +25,7 @@ from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.workers.engine.fp8 import Fp8Layers
 from verl_omni.workers.engine.policies import Policies
 from verl_omni.workers.engine.replay import Batch, Replay
+from verl_omni.workers.host_memory import HostMemory
 from verl_omni.workers.layout import Layout
 
 # Under this type of model verl's registry knows the engines that train diffusion models.
@@ -56,6 +57,8 @@ class TrainingEngine(BaseEngine, ABC):
     replay: Replay
     optimizer: torch.optim.Optimizer
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler
+    #: what is offloaded there
+    host: HostMemory
     #: pairs in one forward, of which so many belong together
     micro_batch_size: int
     rows_per_unit: int
