@@ -2,7 +2,9 @@
 
 import os
 import random
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,11 @@ os.environ.update(
     HF_HUB_OFFLINE="1",  # no test may depend on a download
     WANDB_MODE="offline",
 )
+# Kernels of these tests, for all their processes: not among the user's, and not a variable that a test changes.
+KERNELS = "TORCHINDUCTOR_CACHE_DIR"
+made_here = None if KERNELS in os.environ else tempfile.mkdtemp(prefix="kernels-")
+if made_here:
+    os.environ[KERNELS] = made_here
 
 
 # With several workers a file goes to one of them, in this order and then by name: whoever gets a long one last would
@@ -68,6 +75,11 @@ def pytest_configure(config):
     """The tests compute on the CPU, whatever the machine has: their tolerances are those of float32 there."""
     if config.option.markexpr != "gpu":
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "VERL_PLATFORM": "cpu"}
+
+
+def pytest_unconfigure():
+    if made_here:
+        shutil.rmtree(made_here)
 
 
 @pytest.fixture(scope="session", autouse=True)
