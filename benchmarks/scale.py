@@ -6,7 +6,8 @@
 
 ranks: one rank of many (benchmarks.fake_ranks), and one rank of one beside it. offload: all weights of the largest
 model whose optimizer fits into the host. veomni: its update beside FSDP2's. models: architectures at their size.
-video: a long one. plan: settings for the table of docs/plan.md (benchmarks.plan_check --json found/plan.json).
+video: a long one. fp8: rollouts in 8 bits, and the same without. sizes: large images. plan: settings for
+the table of docs/plan.md (benchmarks.plan_check --json found/plan.json).
 
 Settings compile beside each other and are timed alone (benchmarks.side_by_side). Figures are in found/found.json after
 each, what each printed in found/logs.
@@ -21,12 +22,13 @@ from typing import Any
 from benchmarks import fake_ranks, models
 from benchmarks.plan_check import CASES, LARGEST
 from benchmarks.side_by_side import Setting, Turns, run_all
-from benchmarks.sweep import import_everything, measure, two_steps
+from benchmarks.sweep import at_once, import_everything, measure, square, two_steps
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 BLOCKS = [f"{ROLLOUT}.gather=blocks"]
 FOLDED = [f"{ACTOR}.engine.fold_lora=true", f"{ACTOR}.engine.compile_ahead=true"]
 VEOMNI = [f"{ACTOR}.strategy=veomni"]
+FP8 = [f"{ROLLOUT}.precision=fp8"]
 SMALL = [
     f"{ROLLOUT}.pipeline.height=32", f"{ROLLOUT}.pipeline.width=32", f"{ROLLOUT}.pipeline.num_inference_steps=4",
     f"{ACTOR}.engine.use_torch_compile=false",
@@ -92,6 +94,18 @@ GROUPS: dict[str, list[Setting]] = {
         step("wan-ti2v-5b", 46, "wan-ti2v-5b", 4, []),
         step("qwen-image-edit", 84, "qwen-image-edit", 8, []),
         step("glm-image", 50, "glm-image", 16, []),
+    ],
+    "fp8": [
+        step("flux-dev", 44, "flux-dev", 16, []),
+        step("flux-dev, fp8", 52, "flux-dev", 16, FP8),
+        step("z-image", 32, "z-image", 16, []),
+        step("z-image, fp8", 36, "z-image", 16, FP8),
+        step("wan-1.3b", 30, "wan-1.3b", 16, []),
+        step("wan-1.3b, fp8", 32, "wan-1.3b", 16, FP8),
+    ],
+    "sizes": [
+        step("sd35m, 1024 x 1024", 60, "sd35m", 16, [*square(1024), *at_once(8)]),
+        step("sd35m, 2048 x 2048", 60, "sd35m", 4, [*square(2048), *at_once(2)]),
     ],
     "plan": [
         of_plan(case, gib)
