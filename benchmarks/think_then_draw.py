@@ -2,20 +2,16 @@
 
     python -m benchmarks.think_then_draw --out outputs/think [--seeds 0 1 2] [--parallel 4]
 
-The rewriter alone, the generator alone, both, and the control: the rewriter with scores that are dealt to the wrong
+The rewriter alone, the generator alone, both, and a control of each: the same with scores that are dealt to the wrong
 images. Runs that are already whole are not repeated. Prints a table in Markdown.
 """
 
 from benchmarks.task_runs import compare
 
 TASK = "think_then_draw"
-TRAIN = "actor_rollout_ref.rewriter.train"
-RUNS = {
-    "rewriter": [f"{TRAIN}=rewriter"],
-    "generator": [f"{TRAIN}=generator"],
-    "both": [f"{TRAIN}=both"],
-    "control": [f"{TRAIN}=rewriter", "reward.custom_reward_function.path=pkg://verl_omni.quickstart.control"],
-}
+LEARN = {name: [f"actor_rollout_ref.rewriter.train={name}"] for name in ("rewriter", "generator", "both")}
+DEALT = "reward.custom_reward_function.path=pkg://verl_omni.quickstart.control"
+RUNS = LEARN | {f"{name}_control": [*learns, DEALT] for name, learns in LEARN.items()}
 
 if __name__ == "__main__":
     compare(TASK, RUNS, 40, __doc__)
