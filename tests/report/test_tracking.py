@@ -4,6 +4,8 @@ import math
 import os
 import sys
 import time
+import wave
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -223,17 +225,17 @@ def heard(tmp_path):
     """The same of a sound, a video with sound and a text."""
     folder = tmp_path / "run/validation/step_1"
     folder.mkdir(parents=True)
-    write_response(Sound(torch.linspace(-1, 1, 80).expand(2, -1), 8000), folder / "00000")
     pytest.importorskip("av")
     grey = (torch.arange(5)[:, None, None, None] * 50).expand(5, 3, 8, 16).to(torch.uint8)
-    write_response(VideoWithSound(grey, Sound(torch.zeros(1, 800), 8000), 8.0), folder / "00001")
-    (folder / "00002.txt").write_text("words")
-    rows = [
-        {"index": i, "prompt": f"prompt {i}", "score": 0.5, "kind": kind, "file": f"0000{i}.{ending}"}
-        for i, (kind, ending) in enumerate({"sound": "wav", "video with sound": "mp4", "text": "txt"}.items())
-    ]
+    tone = Sound(torch.sin(torch.arange(5000) * 0.25)[None] / 2, 8000)
+    ramp = Sound(torch.linspace(-1, 1, 80).expand(2, -1), 8000)
+    responses = {"sound": ramp, "video with sound": VideoWithSound(grey, tone, 8.0), "text": "words"}
+    rows = []
+    for i, (kind, one) in enumerate([*responses.items(), *responses.items()]):
+        file = write_response(one, folder / f"0000{i}")
+        rows.append({"index": i, "prompt": f"prompt {i}", "score": 0.5, "kind": kind, "file": file})
     (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [(folder / name).read_bytes() for name in ("00000.wav", "00001.mp4")]
+    return {row["file"]: (folder / row["file"]).read_bytes() for row in rows if row["kind"] != "text"}
 
 
 def test_tensorboard_plays_sounds(tmp_path, heard, monkeypatch, capsys):
@@ -245,11 +247,20 @@ def test_tensorboard_plays_sounds(tmp_path, heard, monkeypatch, capsys):
     events = EventAccumulator(str(tmp_path / "run/tensorboard"))
     events.Reload()
     (sound,) = events.Audio("sounds/validation/00000")
-    assert (sound.step, sound.sample_rate, sound.length_frames, sound.encoded_audio_string) == (1, 8000, 80, heard[0])
+    assert (sound.step, sound.sample_rate, sound.length_frames) == (1, 8000, 80)
+    assert sound.encoded_audio_string == heard["00000.wav"]
     (video,) = events.Images("images/validation/00001")  # which has no place for an mp4 file
     with Image.open(io.BytesIO(video.encoded_image_string)) as moving:
         shown = [frame.convert("L").getpixel((3, 3)) for frame in ImageSequence.Iterator(moving)]
-    assert moving.format == "GIF" and shown == pytest.approx([0, 50, 100, 150, 200], abs=6)
+        assert moving.format == "GIF" and moving.info["duration"] == 120  # an eighth of a second, in whole hundredths
+    assert shown == pytest.approx([0, 50, 100, 150, 200], abs=6)
+    (beside,) = events.Audio("sounds/validation/00001")
+    with wave.open(io.BytesIO(beside.encoded_audio_string)) as file:
+        wave_form = np.frombuffer(file.readframes(file.getnframes()), "<i2") / 32767
+        assert file.getnframes() / file.getframerate() == pytest.approx(5 / 8, abs=0.05)
+        assert (beside.sample_rate, beside.length_frames) == (file.getframerate(), file.getnframes())
+    heard_hertz = np.abs(np.fft.rfft(wave_form)).argmax() * beside.sample_rate / len(wave_form)
+    assert heard_hertz == pytest.approx(0.25 * 8000 / (2 * math.pi), abs=2)
 
 
 def test_wandb_has_sounds_and_videos_with_sound(tmp_path, heard, monkeypatch, capsys):
@@ -258,10 +269,22 @@ def test_wandb_has_sounds_and_videos_with_sound(tmp_path, heard, monkeypatch, ca
     wandb.teardown()  # of earlier tests: it reads its environment once
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.delenv("WANDB_DIR", raising=False)
-    logged_twice(tmp_path / "run", "wandb")
+    tracking = track(tmp_path / "run", "wandb")
+    for step in (1, 2):  # a step is taken as whole when another begins
+        tracking.log({"val-core/a/reward/mean@1": 0.5}, step)
+    shown = {key: wandb.run.summary[key] for key in wandb.run.summary.keys() if "validation" in key}
+    files = Path(wandb.run.dir)
+    tracking.finish()
     assert "did not take" not in capsys.readouterr().out
-    files = [path for path in tmp_path.glob("run/wandb/offline-run-*/files/media/**/*") if path.is_file()]
-    assert {path.read_bytes() for path in files} == set(heard)
+    for name in ("00000.wav", "00003.wav"):
+        sound = shown.pop(f"sounds/validation/{name[:5]}")
+        assert (sound["_type"], sound["caption"]) == ("audio-file", f"0.500: prompt {int(name[:5])}")
+        assert (files / sound["path"]).read_bytes() == heard[name]
+    ((panel, videos),) = shown.items()
+    assert (panel, videos["_type"], videos["captions"]) == (
+        "videos/validation", "videos", ["0.500: prompt 1", "0.500: prompt 4"]
+    )  # fmt: skip
+    assert [(files / one["path"]).read_bytes() for one in videos["videos"]] == [heard["00001.mp4"], heard["00004.mp4"]]
 
 
 def test_mlflow_has_the_images_and_videos(tmp_path, drawn, monkeypatch):

@@ -1,6 +1,7 @@
-"""A run's images and videos in the trackers that people look at, each by its own library."""
+"""A run's images, videos and sounds in the trackers that people look at, each by its own library."""
 
 import importlib.util
+import io
 import wave
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_omni.report.galleries import file_of, read_samples
-from verl_omni.utils.image_files import frames_in, opened_image
+from verl_omni.utils.image_files import opened_image
 from verl_omni.utils.readable import readable
 
 MOST = 16  # of a step: trackers keep all of them for ever
@@ -44,46 +45,62 @@ def pictures_in(folder: Path, kind: str) -> list[Picture]:
 
 
 def to_wandb(wandb: Any, pictures: Sequence[Picture], step: int) -> None:
-    """One panel for each kind of picture."""
-    panels: dict[str, list[Any]] = {}
+    """One panel for each kind of picture, and one for each sound: for a list of them it wants a further package."""
+    panels: dict[str, Any] = {}
     for one in pictures:
-        kind = wandb.Audio if one.sounds else wandb.Video if one.moves else wandb.Image
-        panels.setdefault(f"images/{one.name.split('/')[0]}", []).append(kind(str(one.file), caption=one.caption))
+        if one.sounds:
+            panels[f"sounds/{one.name}"] = wandb.Audio(str(one.file), caption=one.caption)
+        else:
+            kind, place = (wandb.Video, "videos") if one.moves else (wandb.Image, "images")
+            panel = panels.setdefault(f"{place}/{one.name.split('/')[0]}", [])
+            panel.append(kind(str(one.file), caption=one.caption))
     wandb.log(panels, step=step)
 
 
 def to_tensorboard(adapter: Any, pictures: Sequence[Picture], step: int) -> None:
     """The files as they are: TensorBoard shows a GIF as an animation, and plays a wav. It has no place for an mp4: its
-    frames are a GIF, where PyAV can read them."""
+    frames are a GIF and its sound is a wav, where PyAV can read them."""
+    for one in pictures:
+        place = "sounds" if one.sounds else "images"
+        adapter.writer.add_text(f"{place}/{one.name}", one.caption, step)
+        if one.file.suffix != ".mp4":
+            shown = {place: one.file.read_bytes()}
+        elif importlib.util.find_spec("av") is not None:
+            shown = _halves(one.file)
+        else:
+            continue
+        for place, content in shown.items():
+            adapter.writer.file_writer.add_summary(_summary(f"{place}/{one.name}", place, content), step)
+
+
+def _halves(mp4: Path) -> dict[str, bytes]:
+    from verl_omni.utils.pictures import animation, as_pil  # torch
+    from verl_omni.utils.responses import VideoWithSound, read_response, wav_file
+
+    response = read_response(mp4)
+    if not isinstance(response, VideoWithSound):
+        return {"images": animation(as_pil(response))}
+    return {"images": animation(as_pil(response.frames), response.frame_rate), "sounds": wav_file(response.sound)}
+
+
+def _summary(tag: str, place: str, content: bytes) -> Any:
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-    for one in pictures:
-        adapter.writer.add_text(f"images/{one.name}", one.caption, step)
-        if one.sounds:
-            with wave.open(str(one.file)) as sound:
-                rate, channels, count = sound.getframerate(), sound.getnchannels(), sound.getnframes()
-            encoded = Summary.Audio(
-                sample_rate=rate,
-                num_channels=channels,
-                length_frames=count,
-                content_type="audio/wav",
-                encoded_audio_string=one.file.read_bytes(),
-            )
-            value = Summary.Value(tag=f"sounds/{one.name}", audio=encoded)
-            adapter.writer.file_writer.add_summary(Summary(value=[value]), step)
-            continue
-        is_mp4 = one.file.suffix == ".mp4"
-        if is_mp4 and importlib.util.find_spec("av") is None:
-            continue
-        if is_mp4:
-            from verl_omni.utils.pictures import animation  # torch
-
-        content = animation(list(frames_in(one.file))) if is_mp4 else one.file.read_bytes()
+    if place == "images":
         with opened_image(content) as image:
             width, height = image.size
         encoded = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=content)
-        value = Summary.Value(tag=f"images/{one.name}", image=encoded)
-        adapter.writer.file_writer.add_summary(Summary(value=[value]), step)
+        return Summary(value=[Summary.Value(tag=tag, image=encoded)])
+    with wave.open(io.BytesIO(content)) as sound:
+        rate, channels, count = sound.getframerate(), sound.getnchannels(), sound.getnframes()
+    encoded = Summary.Audio(
+        sample_rate=rate,
+        num_channels=channels,
+        length_frames=count,
+        content_type="audio/wav",
+        encoded_audio_string=content,
+    )
+    return Summary(value=[Summary.Value(tag=tag, audio=encoded)])
 
 
 def to_mlflow(adapter: Any, pictures: Sequence[Picture], step: int) -> None:

@@ -41,8 +41,8 @@ def video_file(frames: torch.Tensor) -> tuple[bytes, str]:
     return mp4_file(in_bytes(frames), FRAME_RATE), "mp4"
 
 
-def animation(frames: list[Any]) -> bytes:
-    """Frames (PIL) as a GIF file."""
+def animation(frames: list[Any], frame_rate: float = FRAME_RATE) -> bytes:
+    """Frames (PIL) as a GIF file, which counts in hundredths of a second."""
     file = io.BytesIO()
-    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=1000 // FRAME_RATE, loop=0)
+    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=int(1000 / frame_rate), loop=0)
     return file.getvalue()
