@@ -1,9 +1,11 @@
 """Where old log-probabilities come from is one choice, which says why and is in the metrics."""
 
 import pytest
+import torch
 from e2e_runs import metrics, settings
 
 from verl_omni.testing.local_trainer import local_config, local_trainer
+from verl_omni.workers.engine.module import rounds_alike
 from verl_omni.workers.old_log_probs import SOURCES, choose_old_log_probs
 
 REWARD = """
@@ -62,3 +64,12 @@ def test_the_default_is_the_rollouts_own(found):
     for step in (1, 2):
         ours, rollout = found[None][step], found["rollout"][step]
         assert ours == rollout
+
+
+@pytest.mark.parametrize(("precision", "device", "alike"), [
+    ("highest", "cuda", True), ("high", "cuda", False), ("medium", "cuda", False), ("high", "cpu", True),
+])  # fmt: skip
+def test_a_gpu_that_may_take_tf32_rounds_otherwise_with_another_number_of_rows(monkeypatch, precision, device, alike):
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    found = rounds_alike(torch.float32, compiled=False, folded=False, device=torch.device(device))
+    assert found is alike

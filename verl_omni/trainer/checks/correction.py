@@ -24,6 +24,7 @@ def same_arithmetic(settings: DiffusionTrainerConfig) -> bool:
         resolve_dtypes(training, device, lora)[0],
         compiled=on_gpu(training.use_torch_compile, device),
         folded=lora and arr.hybrid_engine and on_gpu(training.fold_lora, device),  # on a GPU: if there is room
+        device=device,
     )
     trains = training_engine(arr.actor.strategy)
     alike = alike and not trains.cuts_samples(trains.settings(arr.actor))

@@ -163,7 +163,7 @@ class DiffusionEngine(Passes):
 
     @property
     def rounds_like_rollout(self) -> bool:
-        return rounds_alike(self.dtype, self.compiled, folded=self.folded_lora is not None)
+        return rounds_alike(self.dtype, self.compiled, self.folded_lora is not None, self.device)
 
     def keep_reference(self, offload: bool = False) -> None:
         if self.model_config.lora_rank == 0:

@@ -63,9 +63,14 @@ def resolve_dtypes(common: EngineConfig, device: torch.device, lora: bool) -> tu
     return compute, compute if lora else torch.float32
 
 
-def rounds_alike(dtype: torch.dtype, compiled: bool, folded: bool) -> bool:
-    """Whether a pass without a gradient (and with LoRA folded into the weights or not) gives what one with it gives."""
-    return dtype == torch.float32 and not compiled and not folded
+def rounds_alike(dtype: torch.dtype, compiled: bool, folded: bool, device: torch.device) -> bool:
+    """Whether a pass without a gradient (and with LoRA folded into the weights or not) gives what one with it gives.
+
+    A GPU that may round the factors of a product to TF32 does not: what another number of rows moves in the last bit
+    may there be rounded to another number.
+    """
+    in_tf32 = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return dtype == torch.float32 and not in_tf32 and not compiled and not folded
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
