@@ -97,6 +97,24 @@ def test_every_script_starts_a_shipped_recipe():
     assert all(len(found) == 1 for found in started.values()), started
 
 
+@pytest.mark.parametrize("name", recipes.shipped())
+def test_every_recipe_says_where_its_settings_are_from_and_what_it_needs(name):
+    head = recipes.shipped()[name].read_text().partition("defaults:")[0]
+    (source,) = re.findall(r"^# Source: (.*)", head, re.MULTILINE)
+    assert "arXiv" in source or "github.com" in source or "docs/algorithms.md" in source
+    (need,) = re.findall(r"^# Needs: (.*)", head, re.MULTILINE)
+    assert "GPUs of 80 GB" in need and "Qwen-Image" in need
+
+
+def test_a_recipe_is_shown_with_how_to_start_it_and_how_to_see_whether_it_fits(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["verl-omni recipes", "show", "qwen_image_ocr_lora_opd"])
+    recipes.main()
+    *_, start, fits = capsys.readouterr().out.splitlines()
+    needed = "DATA_DIR=... MODEL_PATH=... TEACHER=... verl-omni"
+    assert start == f"# Start it: {needed} train qwen_image_ocr_lora_opd [key=value ...]"
+    assert fits == f"# Whether it fits: {needed} plan qwen_image_ocr_lora_opd --gpus 8 --memory 80 --gpu h100"
+
+
 def test_a_recipe_takes_further_settings(data):
     script = EXAMPLES / "flowgrpo_trainer/run_qwen_image_ocr_lora.sh"
     env = {"MODEL_PATH": str(tiny_checkpoint()), "DATA_DIR": str(data), "NUM_GPUS": "2"}

@@ -1,4 +1,4 @@
-"""CRD, centred reward distillation: the model's implicit reward is fitted to the advantages of its group.
+"""CRD, centred reward distillation (arXiv 2603.14128): the model's implicit reward is fitted to its group's advantages.
 
 How much better than the policy that drew it a sample is denoised is the model's own reward of it, r. Only differences
 within a group mean anything: r and A are both taken from their group's mean, and the distance between them is the loss.

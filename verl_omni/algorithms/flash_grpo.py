@@ -1,4 +1,4 @@
-"""Flash-GRPO: one stochastic step a prompt, and steps that pull equally hard wherever it lies.
+"""Flash-GRPO (arXiv 2605.15980): one stochastic step a prompt, and steps that pull equally hard wherever it lies.
 
 The gradient of a step's log-probability to the velocity grows with ``√(-dt)/s + s·√(-dt)·(1-σ)/(2σ)``. The clipped loss
 is divided by it, and multiplied by the mean over all steps that may be chosen, so that the learning rate keeps its

@@ -50,8 +50,8 @@ def needs(path: Path) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def start_with(path: Path) -> str:
-    return " ".join([*(f"{name}=..." for name in needs(path)), "verl-omni train", path.stem])
+def start_with(path: Path, command: str = "train") -> str:
+    return " ".join([*(f"{name}=..." for name in needs(path)), f"verl-omni {command}", path.stem])
 
 
 def main() -> None:
@@ -69,6 +69,7 @@ def main() -> None:
         except (OSError, ValueError) as error:
             sys.exit(f"error: {error}")
         print(f"{path.read_text()}\n# Start it: {start_with(path)} [key=value ...]")
+        print(f"# Whether it fits: {start_with(path, 'plan')} --gpus 8 --memory 80 --gpu h100")
         return
     width = max(map(len, shipped()))
     for name, path in shipped().items():
