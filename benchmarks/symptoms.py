@@ -62,8 +62,11 @@ ROWS = {
     "narrow clip": Spoiled(
         [f"{ACTOR}.diffusion_loss.clip_ratio=1e-6"], "actor/pg_clipfrac", "nearly every ratio is clipped", 10
     ),
-    "high learning rate": Spoiled(
-        [f"{ACTOR}.optim.lr=2e-2", f"{ACTOR}.optim.clip_grad=0"], "actor/grad_norm", "the gradient explodes", 15
+    "high learning rate": Spoiled(  # a reward that tells ruined images apart: where all score 0 there is no gradient
+        [f"{ACTOR}.optim.lr=2e-2", f"{ACTOR}.optim.clip_grad=0", "reward.scorers=[{name: jpeg_compressibility}]"],
+        "actor/grad_norm",
+        "the gradient explodes",
+        15,
     ),
     "high noise": Spoiled(
         [f"{ROLLOUT}.algo.noise_level=3", "trainer.test_freq=5"],

@@ -65,6 +65,13 @@ def test_the_only_update_of_a_step_clips_what_is_stale():
     assert line.startswith("samples are old and their ratios are clipped (staleness/mean 3, actor/pg_clipfrac 0.60 of")
 
 
+def test_a_gradient_may_explode_from_the_third_step_on():
+    """As with a learning rate of 2e-2 on the quickstart's task."""
+    norms = [0.28, 0.307, 1.342, 3.492, 2.732, 3.376, 3.25]
+    (line,) = said({"actor/grad_norm": lambda i: norms[i]}, steps=len(norms))
+    assert line.startswith("the gradient explodes (actor/grad_norm 0.307 at first, now 3.25): ")
+
+
 def test_one_bad_step_is_no_symptom():
     once = {"actor/pg_clipfrac": lambda i: float(i == 7), "actor/grad_norm": lambda i: 9.0 if i == 7 else 0.05}
     assert said(once) == []

@@ -10,6 +10,7 @@ from verl_omni.report.notices import notice
 from verl_omni.trainer.callbacks import Callback, Run, Step
 
 STEPS = 5  # over which a metric is looked at
+FIRST = 3  # which say what a gradient is like
 FLAT = 30  # after so many a reward should have moved
 
 
@@ -112,9 +113,9 @@ class Symptoms(Callback):
         return f"{fmean(values):.2f} of {most:.2f}" if values and most and fmean(values) >= share * most else None
 
     def _explodes(self, metrics: Mapping[str, float]) -> str | None:
-        """Two steps in a row beyond ten times the first ones."""
-        first, last = self._of(EXPLODES.metric, slice(STEPS)), self._last(EXPLODES.metric, 2)
-        usual = median(first) if first and len(self._seen) > STEPS else 0.0
+        """Two steps in a row beyond ten times the first ones, which are few: it may begin with the third."""
+        first, last = self._of(EXPLODES.metric, slice(FIRST)), self._last(EXPLODES.metric, 2)
+        usual = median(first) if first and len(self._seen) > FIRST + 1 else 0.0
         return f"{usual:.3g} at first, now {min(last):.3g}" if usual and last and min(last) > 10 * usual else None
 
     def _flat(self, metrics: Mapping[str, float]) -> str | None:
