@@ -1,14 +1,17 @@
 """What learns fastest? Algorithms side by side on a task: score against images drawn and against seconds.
 
     python -m verl_omni.tasks make scenes outputs/scenes
-    python -m benchmarks.learning scenes --model outputs/scenes --out benchmarks/curves/scenes --parallel 8
-    python -m benchmarks.learning scenes --out benchmarks/curves/scenes --table --figure docs/learning.svg
+    python -m benchmarks.learning scenes --model outputs/scenes --out benchmarks/curves/scenes --parallel 16
+    python -m benchmarks.learning scenes --model outputs/scenes --out benchmarks/curves/scenes --seeds 2 --best 5
+    python -m benchmarks.learning scenes --out benchmarks/curves/scenes --table --figure docs/learning.svg \\
+        --write docs/results.md
 
-Every run is the real trainer's step with the task's recipe and the settings of RUNS, so many runs at once on one card,
-each for so many seconds of training (validation is not counted). A run's curve is a small JSON file; runs whose file is
+Every run is the real trainer's step with the task's recipe and the settings of RUNS, so many runs at once on one card.
+Its early steps are timed while the others wait: seconds are those of a run that has the card to itself, so many as its
+images take (validation is not counted), whoever is beside it. A run's curve is a small JSON file; runs whose file is
 there are not repeated, so a later call adds to them. After `--within` seconds all runs validate and end, and no other
-is started; of a run that is killed the table counts the points that it has left. `--alone` takes a few steps of each
-algorithm without neighbours, for its seconds a step. Further arguments are overrides of the recipe.
+is started; of a run that is killed the table counts the points that it has left. Further arguments are overrides of the
+recipe; they come after an option that takes one value.
 """
 
 import argparse
@@ -18,12 +21,13 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from benchmarks.compare_algorithms import ACTOR, ALGORITHMS, ROLLOUT
-from benchmarks.learning_table import SO_FAR, figure, read_curves, table
+from benchmarks.learning_table import SO_FAR, best, figure, read_curves, report, write_into
 from benchmarks.local_runs import Job, import_everything, run_all, write
+from benchmarks.side_by_side import NOBODY_ELSE, Turns
 from benchmarks.staleness import typed
 
 RUNS = ALGORITHMS | {
@@ -34,6 +38,8 @@ RUNS = ALGORITHMS | {
         [*ALGORITHMS["diffusion_nft"][1], f"{ROLLOUT}.pool.size=48", f"{ROLLOUT}.pool.num_inference_steps=4"],
     ),
 }
+
+TIMED = range(2, 4)  # steps that are taken alone: the ones before them load kernels
 
 
 def settings(task: str, model: Path, algorithm: str, seed: int, lr: float, more: list[str]) -> list[str]:
@@ -71,6 +77,7 @@ def learn(
     every: float,
     most_steps: int,
     deadline: float = math.inf,
+    turns: Turns = NOBODY_ELSE,
 ) -> dict[str, Any]:
     """Train for so long, validating every so many seconds of training: the curve, with `what` is said of the run."""
     import torch
@@ -80,30 +87,44 @@ def learn(
 
     torch.set_float32_matmul_precision("high")  # the same as elsewhere on a CPU
     run_dir, task = Path(folder), find_task(what["task"])
-    trainer = local_trainer(local_config([*given, f"trainer.default_local_dir={run_dir}"]))
+    with turns.together():
+        trainer = local_trainer(local_config([*given, f"trainer.default_local_dir={run_dir}"]))
     trainer.pace, n = trainer.new_pace(), trainer.config.actor_rollout_ref.rollout.n
-    points, steps, images, trained = [], [], 0, 0.0
+    points, steps = [], []
     while True:
-        done = trained >= seconds or trainer.global_step >= most_steps or time.monotonic() > deadline
+        images, trained = sum(drawn for _, drawn, _ in steps), seconds_alone(steps)
+        late = time.monotonic() > deadline
+        done = trained >= seconds or trainer.global_step >= most_steps or late
         if done or trained >= every * len(points):
-            trainer.validate()
+            with turns.together():
+                trainer.validate()
             kept = run_dir / "validation" / f"step_{trainer.global_step}"
             told = look_back(task, kept)
             points.append({"step": trainer.global_step, "images": images, "seconds": round(trained, 2), **told})
             print(points[-1], flush=True)
             shutil.rmtree(kept)
-            curve = {**what, "device": device_name(), "points": points, "steps": steps}
+            curve = {**what, "device": device_name(), "whole": done and not late, "points": points, "steps": steps}
             write(run_dir / SO_FAR, curve)
         if done:
+            if len(points) == 1:
+                raise TimeoutError("no time was left to train")
             return curve
-        began = time.perf_counter()
-        batch, metrics = trainer.training_step(trainer.pace, {})
-        took = time.perf_counter() - began
+        with turns.alone() if len(steps) in TIMED else turns.together():
+            began = time.perf_counter()
+            batch, metrics = trainer.training_step(trainer.pace, {})
+            took = time.perf_counter() - began
         trainer.global_step += 1
-        trained += took
         drawn = metrics.get("filter_groups/drawn", 0) * n or len(batch)
-        images += int(drawn + metrics.get("pool/drawn", 0))
-        steps.append([round(took, 3), round(batch.batch["rm_scores"].nanmean().item(), 4)])
+        drawn = int(drawn + metrics.get("pool/drawn", 0))
+        steps.append([round(took, 3), drawn, round(batch.batch["rm_scores"].nanmean().item(), 4)])
+        print(f"step {trainer.global_step}: {steps[-1]}", flush=True)
+
+
+def seconds_alone(steps: list[list[float]]) -> float:
+    """What all images of these steps take without neighbours, by the steps that had none; 0 until there are such."""
+    timed = steps[TIMED.start : TIMED.stop]
+    took, images = (sum(step[i] for step in timed) for i in (0, 1))
+    return took / images * sum(drawn for _, drawn, _ in steps) if timed else 0.0
 
 
 def device_name() -> str:
@@ -146,12 +167,6 @@ def diversity(pictures: dict[str, list[Path]]) -> float:
     return float(np.mean(distances))
 
 
-def seconds_alone(task: str, given: list[str], folder: str, steps: int) -> dict[str, Any]:
-    """Of a step with no neighbours: the median without the first two."""
-    curve = learn({"task": task}, given, folder, math.inf, math.inf, steps)
-    return {"seconds": round(median(took for took, _ in curve["steps"][2:]), 3), "device": curve["device"]}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=["scenes", "words"])
@@ -159,46 +174,50 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the curves")
     parser.add_argument("--algorithms", nargs="+", default=list(RUNS), choices=list(RUNS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
-    parser.add_argument("--lr", nargs="+", type=float, default=[2e-4], help="learning rates, each of which is tried")
+    parser.add_argument("--lr", nargs="+", type=float, default=[5e-5], help="learning rates, each of which is tried")
+    parser.add_argument("--best", type=int, help="only so many of the algorithms: those whose curves there end highest")
     parser.add_argument("--parallel", type=int, default=1, help="runs at once (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=150, help="of training, each run (%(default)s)")
-    parser.add_argument("--every", type=float, default=10, help="seconds between validations (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=30, help="of training, each run (%(default)s)")
+    parser.add_argument("--every", type=float, default=5, help="seconds of training between validations (%(default)s)")
     parser.add_argument("--steps", type=int, default=10**6, help="a run ends after so many (%(default)s)")
     parser.add_argument("--within", type=float, default=math.inf, help="seconds for all runs together (%(default)s)")
-    parser.add_argument("--alone", action="store_true", help="a few steps of each algorithm, one after the other")
     parser.add_argument("--table", action="store_true", help="run nothing; print the table of what is there")
     parser.add_argument("--figure", type=Path, help="with --table: an SVG to write")
+    parser.add_argument("--write", type=Path, help="with --table: a document whose <!-- LEARNING --> is filled")
     options, more = parser.parse_known_args()
     if options.table:
         curves = read_curves(options.out)
-        print(table(curves))
+        told = report(curves, list(RUNS))
+        print(told)
         if options.figure:
             options.figure.write_text(figure(curves))
+        if options.write:
+            write_into(options.write, told)
         return
     if options.model is None:
         parser.error("--model is needed: python -m verl_omni.tasks make scenes FOLDER")
     deadline = time.monotonic() + options.within
+    if options.best is not None:
+        options.algorithms = best(read_curves(options.out))[: options.best]
     import_everything()
     scratch = options.out / "runs"
+    scratch.mkdir(parents=True, exist_ok=True)
     jobs = []
-    for seed in options.seeds[: 1 if options.alone else None]:
-        for lr in options.lr[: 1 if options.alone else None]:
+    for seed in options.seeds:
+        for lr in options.lr:
             for algorithm in options.algorithms:
                 given = settings(options.task, options.model, algorithm, seed, lr, more)
                 name = f"{algorithm.replace(' ', '_')}_lr{lr:g}_seed{seed}"
-                folder = str(scratch / name)
-                if options.alone:
-                    work, told = seconds_alone, (options.task, given, folder, 6)
-                    jobs.append(Job(options.out / "alone" / f"{name}.json", work, told))
-                else:
-                    what = {"task": options.task, "algorithm": algorithm, "lr": lr, "seed": seed, "settings": more}
-                    what["parallel"] = options.parallel
-                    told = (what, given, folder, options.seconds, options.every, options.steps, deadline)
-                    jobs.append(Job(options.out / f"{name}.json", learn, told))
-    failed = run_all(jobs, 1 if options.alone else options.parallel, deadline)
+                what = {"task": options.task, "algorithm": algorithm, "lr": lr, "seed": seed, "settings": more}
+                what |= {"parallel": options.parallel, "asked": options.seconds}
+                limits = (options.seconds, options.every, options.steps, deadline, Turns(scratch))
+                jobs.append(Job(options.out / f"{name}.json", learn, (what, given, str(scratch / name), *limits)))
+    failed = run_all(jobs, options.parallel, deadline)
+    for job in jobs:
+        if job.file.exists():  # what other runs have left there counts
+            shutil.rmtree(scratch / job.file.stem, ignore_errors=True)
     if failed:
         sys.exit(f"error: failed, and their .log files say why: {', '.join(map(str, failed))}")
-    shutil.rmtree(scratch, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""The table and the figure of `benchmarks.learning`, from the curves that its runs have left."""
+"""The table and the figure of `benchmarks.learning`, from the curves that its runs have left.
+
+Seconds are those of a run that has the card to itself.
+"""
 
 import json
 from collections.abc import Iterable
@@ -10,7 +13,8 @@ from typing import Any
 Curve = dict[str, Any]
 YARDSTICK = "flow_grpo"
 SO_FAR = "so_far.json"  # in the folder of a run that goes on or was killed
-LEVELS = (0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
+LEVELS = tuple(level / 100 for level in range(40, 100, 5))
+SEEDS, SEEDS_OF_BEST = 2, 3
 INKS = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#a6761d")  # of the best, so many
 YARDSTICK_INK, OTHERS_INK = "#000000", "#c8c8c8"
 # What the authors of each say of their own, on large models and tasks of their own choice.
@@ -34,9 +38,15 @@ def read_curves(folder: Path) -> dict[str, list[Curve]]:
     parts = [file for file in sorted(folder.glob(f"runs/*/{SO_FAR}")) if file.parent.name not in names]
     tried: dict[str, dict[float, list[Curve]]] = {}
     for curve in (json.loads(file.read_text()) for file in [*whole, *parts]):
-        tried.setdefault(curve["algorithm"], {}).setdefault(curve["lr"], []).append(curve)
-    best = {name: max(rates.values(), key=lambda runs: fmean(map(ending, runs))) for name, rates in tried.items()}
-    return {name: [run for run in runs if length(run) >= 0.8 * max(map(length, runs))] for name, runs in best.items()}
+        if length(curve) > 0:
+            tried.setdefault(curve["algorithm"], {}).setdefault(curve["lr"], []).append(curve)
+    chosen = {name: max(rates.values(), key=lambda runs: fmean(map(ending, runs))) for name, rates in tried.items()}
+    return {name: [run for run in runs if length(run) >= 0.8 * max(map(length, runs))] for name, runs in chosen.items()}
+
+
+def best(curves: dict[str, list[Curve]]) -> list[str]:
+    """The algorithms, the one that ends highest first."""
+    return sorted(curves, key=lambda name: -fmean(map(ending, curves[name])))
 
 
 def length(curve: Curve) -> float:
@@ -73,23 +83,51 @@ def time_to(runs: list[Curve], level: float, axis: str = "seconds") -> float | N
     return None
 
 
+def report(curves: dict[str, list[Curve]], algorithms: list[str]) -> str:
+    """The table, what it stands on, and what of it is missing: a later call of `benchmarks.learning` adds it."""
+    if not curves:
+        return "No run has left a curve yet."
+    runs = [run for of_one in curves.values() for run in of_one]
+    devices, settings = {run["device"] for run in runs}, {" ".join(run["settings"]) for run in runs} - {""}
+    lines = [table(curves), "", f"{len(runs)} runs on {', '.join(sorted(devices))}; seconds as if each had it alone."]
+    if settings:
+        lines.append(f"Overrides of the recipe: {'; '.join(f'`{given}`' for given in sorted(settings))}.")
+    if missing := [f"{count} of `{name}`" for name, count in wanting(curves, algorithms).items()]:
+        lines.append(f"Runs that are still missing: {', '.join(missing)}.")
+    if cut := [f"`{name}`" for name, of_one in curves.items() if not all(run["whole"] for run in of_one)]:
+        lines.append(f"Ended before the {runs[0]['asked']:.0f} s that were asked for: {', '.join(cut)}.")
+    return "\n".join(lines)
+
+
+def wanting(curves: dict[str, list[Curve]], algorithms: list[str]) -> dict[str, int]:
+    """How many seeds of an algorithm are not there yet: all are to have SEEDS, the best of them SEEDS_OF_BEST."""
+    asked = dict.fromkeys(algorithms, SEEDS) | dict.fromkeys(best(curves)[: len(INKS)], SEEDS_OF_BEST)
+    lacks = {name: count - len(curves.get(name, [])) for name, count in asked.items()}
+    return {name: count for name, count in lacks.items() if count > 0}
+
+
 def table(curves: dict[str, list[Curve]]) -> str:
-    """A line for each algorithm, the best first."""
-    own = curves.get(YARDSTICK) or next(iter(curves.values()))
-    images = min(run["points"][-1]["images"] for run in own) / 2
+    """A line for each algorithm, the best first. Where the yardstick is not there, the best one is."""
+    order = best(curves)
+    own = curves.get(YARDSTICK) or curves[order[0]]
+    images = min(run["points"][-1]["images"] for runs in curves.values() for run in runs)
     seconds = min(length(run) for runs in curves.values() for run in runs)
-    levels = [level for level in LEVELS if time_to(own, level) is not None][-2:]
-    heads = ["algorithm", "lr", "seeds", "start", "end (lowest to highest)", f"at {images:.0f} images"]
-    heads += [f"at {seconds:.0f} s", *(f"time to {level:g}" for level in levels)]
-    heads += ["second reward", "diversity", "its authors' claim"]
+    start = fmean(run["points"][0]["score"] for run in own)
+    levels = [level for level in LEVELS if level > start and time_to(own, level) is not None][-2:]
+    heads = ["algorithm", "lr", "seeds", "ms an image", "start", "end (lowest to highest)", f"after {images} images"]
+    heads += [f"after {seconds:.0f} s", *(f"time to {level:g}" for level in levels)]
+    heads += [*(f"images to {level:g}" for level in levels[-1:]), "second reward", "diversity", "its authors' claim"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for name, runs in sorted(curves.items(), key=lambda item: -fmean(map(ending, item[1]))):
+    for name in order:
+        runs = curves[name]
         ends = [ending(run) for run in runs]
+        each = fmean(1000 * length(run) / run["points"][-1]["images"] for run in runs)
         start = fmean(run["points"][0]["score"] for run in runs)
-        cells = [f"`{name}`", f"{runs[0]['lr']:g}", f"{len(runs)}", shown(start)]
+        cells = [f"`{name}`", f"{runs[0]['lr']:g}", f"{len(runs)}", f"{each:.1f}", shown(start)]
         cells += [f"{shown(fmean(ends))} ({shown(min(ends))} to {shown(max(ends))})"]
         cells += [shown(mean_at(runs, "images", images)), shown(mean_at(runs, "seconds", seconds))]
-        cells += [relative(time_to(own, level), time_to(runs, level)) for level in levels]
+        cells += [relative(time_to(own, level), time_to(runs, level), " s") for level in levels]
+        cells += [relative(*(time_to(of, level, "images") for of in (own, runs))) for level in levels[-1:]]
         for what in ("second", "diversity"):
             first, last = (fmean(run["points"][i][what] for run in runs) for i in (0, -1))
             cells.append(f"{shown(first)} → {shown(last)}")
@@ -97,15 +135,22 @@ def table(curves: dict[str, list[Curve]]) -> str:
     return "\n".join(lines)
 
 
+def write_into(document: Path, told: str) -> None:
+    """Where it says <!-- LEARNING -->."""
+    from verl_omni.report.document_tables import fill
+
+    document.write_text(fill(document.read_text(), "LEARNING", told))
+
+
 def shown(score: float | None) -> str:
     return "" if score is None else f"{score:.3f}".removeprefix("0")
 
 
-def relative(own: float, others: float | None) -> str:
-    """So many seconds, and how many times as fast as the yardstick."""
+def relative(own: float | None, others: float | None, unit: str = "") -> str:
+    """So many seconds or images, and how many times as fast as the yardstick."""
     if others is None:
         return "not reached"
-    return f"{others:.0f} s ({own / others:.2g} ×)" if others else "0 s"
+    return f"{others:.0f}{unit} ({own / others:.2g} ×)" if own and others else f"{others:.0f}{unit}"
 
 
 def figure(curves: dict[str, list[Curve]], width: int = 860, height: int = 460) -> str:
@@ -126,9 +171,8 @@ def figure(curves: dict[str, list[Curve]], width: int = 860, height: int = 460) 
         parts.append(f'<path d="M{left},{y}H{width - right}" stroke="#ddd"/>')
         parts.append(_text(left - 6, float(y) + 4, f"{score:.2f}", "end"))
         parts.append(_text(float(x), height - bottom + 18, f"{seconds:.0f}", "middle"))
-    parts.append(_text((left + width - right) / 2, height - 8, "seconds of training", "middle"))
-    order = sorted(curves, key=lambda name: -fmean(map(ending, curves[name])))
-    for number, name in reversed(list(enumerate(order))):  # the best on top
+    parts.append(_text((left + width - right) / 2, height - 8, "seconds of training with the card to itself", "middle"))
+    for number, name in reversed(list(enumerate(best(curves)))):  # the best on top
         runs, ink = curves[name], INKS[number] if number < len(INKS) else OTHERS_INK
         ink = YARDSTICK_INK if name == YARDSTICK else ink
         grid = [ends[name] * i / 60 for i in range(61)]

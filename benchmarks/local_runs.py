@@ -6,12 +6,14 @@ import multiprocessing
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 FORK = multiprocessing.get_context("fork")
+GRACE = 45
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ def import_everything() -> None:
 def run_all(jobs: list[Job], parallel: int, deadline: float = math.inf) -> list[Path]:
     """Those that are not there yet, so many at a time; one that fails leaves the others alone. Returns the failed.
 
-    None is started after the `deadline`, a time of `time.monotonic`, which is the same in every process.
+    None is started after the `deadline`, a time of `time.monotonic`, which is the same in every process. Those that run
+    then end by themselves; GRACE seconds later they are killed.
     """
     waiting = [job for job in jobs if not job.file.exists()]
     running: dict[Any, Job] = {}
@@ -52,6 +55,9 @@ def run_all(jobs: list[Job], parallel: int, deadline: float = math.inf) -> list[
             process.start()
             running[process] = job
         time.sleep(0.2)
+        if time.monotonic() > deadline + GRACE:
+            for process in running:
+                process.kill()
         for process in [process for process in running if not process.is_alive()]:
             job = running.pop(process)
             if process.exitcode:
@@ -67,9 +73,15 @@ def _work(job: Job) -> None:
     import torch
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    write(job.file, job.work(*job.given))
+    failed = False
+    try:
+        write(job.file, job.work(*job.given))
+    except BaseException:
+        traceback.print_exc()
+        failed = True
     sys.stdout.flush()
-    os._exit(0)  # a trainer's threads would be waited for
+    sys.stderr.flush()
+    os._exit(int(failed))  # a trainer's threads would be waited for
 
 
 def write(file: Path, told: dict[str, Any]) -> None:

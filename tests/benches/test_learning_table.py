@@ -1,14 +1,26 @@
 """The table and the figure of learning, from curves whose answers are known."""
 
 import json
+import threading
 import time
 import xml.etree.ElementTree as ET
 
 import pytest
 
-from benchmarks.endings import best
+from benchmarks.endings import best as best_ending
 from benchmarks.endings import table as table_of_endings
-from benchmarks.learning_table import at, ending, figure, mean_at, read_curves, table, time_to
+from benchmarks.learning_table import (
+    at,
+    best,
+    ending,
+    figure,
+    mean_at,
+    read_curves,
+    report,
+    table,
+    time_to,
+    write_into,
+)
 from benchmarks.local_runs import Job, run_all
 
 
@@ -18,7 +30,8 @@ def curve(algorithm, slope, seed=0, lr=1e-4):
          "diversity": 0.2, "reward": 0.5}
         for i in range(4)
     ]  # fmt: skip
-    return {"algorithm": algorithm, "lr": lr, "seed": seed, "points": points}
+    told = {"device": "a card", "settings": [], "asked": 30.0, "whole": True}
+    return {"algorithm": algorithm, "lr": lr, "seed": seed, "points": points, **told}
 
 
 @pytest.fixture
@@ -51,6 +64,24 @@ def test_after_the_deadline_no_run_is_started(tmp_path, capsys):
     assert "not started for want of time: 1" in capsys.readouterr().err
 
 
+def test_a_run_that_fails_says_why(tmp_path, capsys):
+    """Also where it has threads that do not end."""
+    with capsys.disabled():
+        assert run_all([Job(tmp_path / "fails.json", fail, ())], 1) == [tmp_path / "fails.json"]
+    assert "ValueError: no such thing" in (tmp_path / "fails.log").read_text()
+
+
+def test_a_run_that_hangs_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.local_runs.GRACE", 0)
+    job = Job(tmp_path / "hangs.json", threading.Event().wait, ())
+    assert run_all([job], 1, deadline=time.monotonic() + 1) == [job.file]
+
+
+def fail():
+    threading.Thread(target=threading.Event().wait).start()
+    raise ValueError("no such thing")
+
+
 def test_between_two_validations_the_curve_is_straight(folder):
     run = curve("awm", 0.1)
     assert at(run, "seconds", 15.0) == pytest.approx(0.75) and at(run, "images", 301) is None
@@ -61,10 +92,25 @@ def test_between_two_validations_the_curve_is_straight(folder):
 
 def test_the_table_says_how_many_times_as_fast(folder):
     lines = table(read_curves(folder)).splitlines()
-    assert "| time to 0.7 | time to 0.75 |" in lines[0] and "0.8 |" not in lines[0]
-    assert lines[2].startswith("| `awm` | 0.0001 | 2 | .600 | .825 (.800 to .850) |")
+    assert "| time to 0.7 | time to 0.75 | images to 0.75 |" in lines[0] and "0.8 |" not in lines[0]
+    assert lines[2].startswith("| `awm` | 0.0001 | 2 | 100.0 | .600 | .825 (.800 to .850) |")
     assert "(1.8 ×)" in lines[2] and lines[3].startswith("| `flow_grpo`") and "(1 ×)" in lines[3]
     assert "1.000 → .700" in lines[2]
+
+
+def test_what_is_missing_is_said_below_the_table(folder, tmp_path):
+    curves = read_curves(folder)
+    assert best(curves) == ["awm", "flow_grpo"]
+    told = report(curves, ["flow_grpo", "awm", "crd"])
+    assert "Runs that are still missing: 2 of `flow_grpo`, 1 of `awm`, 2 of `crd`." in told and "Ended" not in told
+    curves["awm"][0] |= {"whole": False, "settings": ["a=1"]}
+    told = report(curves, [])
+    assert "Ended before the 30 s that were asked for: `awm`." in told and "recipe: `a=1`." in told
+    document = tmp_path / "page.md"
+    document.write_text("before\n<!-- LEARNING -->\nold\n<!-- /LEARNING -->\nafter\n")
+    write_into(document, told)
+    assert document.read_text() == f"before\n<!-- LEARNING -->\n{told}\n<!-- /LEARNING -->\nafter\n"
+    assert report({}, ["awm"]) == "No run has left a curve yet."
 
 
 def test_the_figure_has_a_line_for_each(folder):
@@ -76,7 +122,7 @@ def test_the_figure_has_a_line_for_each(folder):
 
 def test_of_the_endings_the_highest_is_chosen_and_its_fall_is_told():
     found = {"a": [{0: 0.4, 10: 0.8, 20: 0.7}, {0: 0.4, 10: 0.6, 20: 0.72}], "b": [{0: 0.4, 10: 0.7, 20: 0.75}] * 2}
-    assert best(found) == "b"
+    assert best_ending(found) == "b"
     assert table_of_endings(found).splitlines()[2:] == [
         "| a | 0.400 | 0.700 | 0.700 0.720 | 0.710 | 0.100 |",
         "| b | 0.400 | 0.700 | 0.750 0.750 | 0.750 | 0.000 |",

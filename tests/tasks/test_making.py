@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.learning import learn, settings
+from benchmarks.learning import learn, seconds_alone, settings
+from benchmarks.side_by_side import Turns
 from verl_omni.tasks import find_task
 from verl_omni.tasks.generator import SMALL, cut, follow, make_generator
 
@@ -63,10 +64,17 @@ def test_a_run_leaves_its_curve(folder, tmp_path):
         "actor_rollout_ref.rollout.pipeline.num_inference_steps=2",
     ]  # fmt: skip
     given = settings("scenes", folder, "flow_grpo", 0, 1e-4, little)
-    curve = learn({"task": "scenes"}, given, str(tmp_path / "run"), seconds=60.0, every=1e-9, most_steps=1)
-    first, last = curve["points"]
-    assert (first["images"], last["images"], len(curve["steps"])) == (0, 4, 1)
+    what = {"task": "scenes", "algorithm": "flow_grpo"}
+    curve = learn(what, given, str(tmp_path / "run"), 60.0, every=1e-9, most_steps=3, turns=Turns(tmp_path))
+    first, *_, last = curve["points"]
+    assert (first["images"], last["images"], len(curve["steps"])) == (0, 12, 3) and curve["whole"]
+    assert last["seconds"] == pytest.approx(3 * curve["steps"][2][0], abs=0.01)  # of the step that had no neighbours
     assert set(last["tags"]) == set(first["tags"]) and 0 <= last["score"] <= 1 and last["diversity"] > 0
     assert json.loads((tmp_path / "run/so_far.json").read_text()) == curve
-    ended = learn({"task": "scenes"}, given, str(tmp_path / "late"), 60.0, 1e-9, most_steps=9, deadline=0.0)
-    assert len(ended["points"]) == 1 and not ended["steps"]
+    with pytest.raises(TimeoutError, match="no time was left"):
+        learn(what, given, str(tmp_path / "late"), 60.0, 1e-9, most_steps=9, deadline=0.0)
+
+
+def test_seconds_are_those_of_the_steps_without_neighbours():
+    assert seconds_alone([[9.0, 4, 0.1], [8.0, 4, 0.2]]) == 0
+    assert seconds_alone([[9.0, 4, 0.1], [8.0, 4, 0.2], [1.0, 4, 0.3], [3.0, 4, 0.3], [7.0, 8, 0.4]]) == 12.0
