@@ -18,9 +18,11 @@ from verl_omni.testing.local_trainer import local_config, local_trainer
 ALGORITHM, LOSS = "actor_rollout_ref.model.algorithm", "actor_rollout_ref.actor.diffusion_loss"
 PIPELINE, WINDOW = "actor_rollout_ref.rollout.pipeline", "actor_rollout_ref.rollout.algo"
 VIDEO = [f"{PIPELINE}.num_frames=5", "reward.custom_reward_function.path={folder}/brightness.py"]
-FULL = ["actor_rollout_ref.model.lora_rank=0"]  # diffusers has no LoRA for it
+FULL = ["actor_rollout_ref.model.lora_rank=0"]  # diffusers has no LoRA for LongCat-AudioDiT
 SOUND = [f"{PIPELINE}.height=512", f"{PIPELINE}.width=512", "reward.custom_reward_function.path=null"]
 SOUND += ["reward.scorers=[{name: loudness, weight: 1}, {name: silence, weight: 0.5}]"]
+VIDEO_WITH_SOUND = [f"{PIPELINE}.num_frames=5", f"{PIPELINE}.frame_rate=25", "reward.custom_reward_function.path=null"]
+VIDEO_WITH_SOUND += ["reward.scorers=[{name: audio_video_sync, weight: 1}]"]
 BRIGHTNESS = """
 def compute_score(image):
     assert len(image) == 5, "a video is a list of its frames"
@@ -45,9 +47,11 @@ RUNS = {
     "Flux2KleinPipeline": ("diffusion_nft", f"{PIPELINE}.guidance_scale=1"),
     "ZImagePipeline": ("awm", f"{PIPELINE}.guidance_scale=0"),
     "LongCatAudioDiTPipeline": ("flow_grpo", f"{PIPELINE}.audio_duration_s=0.02", *FULL, *SOUND),
+    "LTX2Pipeline-2.3": ("flow_grpo", f"{PIPELINE}.audio_guidance_scale=2", *FULL, *VIDEO_WITH_SOUND),
     "WanPipeline": ("dpo", *VIDEO),
     "WanPipeline-2.2": ("flow_grpo", f"{PIPELINE}.guidance_scale=3", *VIDEO),
 }
+SELDOM = {"LTX2Pipeline-2.3"}
 RATIOS = ("flow_grpo", "mix_grpo", "dance_grpo", "grpo_guard", "flow_dppo")
 
 
@@ -65,7 +69,9 @@ def with_images(folder) -> list[str]:
     return [f"data.train_files={files[0]}", f"data.val_files={files[1]}"]
 
 
-@pytest.mark.parametrize("architecture", RUNS)
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(name, marks=[pytest.mark.slow] if name in SELDOM else []) for name in RUNS]
+)
 def test_two_steps(architecture, tmp_path, monkeypatch, process_group):
     for name in ("CONDITION_IMAGE_SIZE", "VAE_IMAGE_SIZE"):  # upstream would scale pictures to 1024 x 1024
         monkeypatch.setattr(upstream, name, 64 * 64)
@@ -88,5 +94,6 @@ def test_two_steps(architecture, tmp_path, monkeypatch, process_group):
         if algorithm in RATIOS:
             assert seen[step]["actor/first_ratio_max_dev"] <= 1e-6
     assert list((run_dir / "global_step_2" / "export").rglob("*.safetensors"))
-    if architecture == "LongCatAudioDiTPipeline":  # others: tests/cli/test_weights_of_a_run.py
-        assert all(row["kind"] == "sound" for row in drawn_again(run_dir, 2, at_once=1))
+    kinds = {"LongCatAudioDiTPipeline": "sound", "LTX2Pipeline-2.3": "video with sound"}
+    if architecture in kinds:  # others: tests/cli/test_weights_of_a_run.py
+        assert all(row["kind"] == kinds[architecture] for row in drawn_again(run_dir, 2, at_once=1))

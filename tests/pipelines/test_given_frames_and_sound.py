@@ -67,23 +67,6 @@ def test_rollout_and_training_share_alike():
     torch.testing.assert_close(replayed, data["rollout_log_probs"], atol=1e-6, rtol=0)
 
 
-def test_ltx_2_3_is_diffusers_and_can_be_trained(cfg=True):
-    """Other connectors, attention and vocoder than LTX-2's, and text that is modulated by time."""
-    row = dataclasses.replace(LTX2, name="LTX2Pipeline-2.3")
-    quiet = config(row, cfg)
-    for i, output in enumerate(generate(row, rollout(quiet), architectures.PROMPTS, together=False)):
-        latents, (frames, wave) = draw(row.load(), row, i, cfg)
-        torch.testing.assert_close(output.trajectory["final_latents"][None], latents, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(output.response.frames / 255, frames[0], atol=0.51 / 255, rtol=0)
-        torch.testing.assert_close(output.response.sound.samples, wave[0].clamp(-1, 1), atol=1e-5, rtol=0)
-        assert output.response.sound.sample_rate == 16000
-    engine = training_engine(config(row, cfg, noise=0.7))
-    data = architectures.as_batch(generate(row, rollout(engine.model_config, engine.module), architectures.PROMPTS))
-    with engine.eval_mode():
-        replayed = engine.infer_batch(data)["model_output"]["log_probs"].view_as(data["rollout_log_probs"])
-    torch.testing.assert_close(replayed, data["rollout_log_probs"], atol=1e-6, rtol=0)
-
-
 def test_a_folder_of_wan_2_2_ti2v_takes_first_frames_where_it_is_told_so(tmp_path):
     """Its model_index.json names the pipeline for prompts alone."""
     shutil.copytree(tiny_checkpoint("WanPipeline"), tmp_path, dirs_exist_ok=True)
