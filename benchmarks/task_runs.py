@@ -98,7 +98,8 @@ def compare(
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=steps, help="of each run (%(default)s)")
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time, a core each")
-    options, overrides = parser.parse_known_args()
+    overrides = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]
+    options = parser.parse_args([word for word in sys.argv[1:] if word not in overrides])
     import_everything()
     out, files, given_to, jobs = options.out.resolve(), {}, {}, []
     out.mkdir(parents=True, exist_ok=True)
