@@ -48,9 +48,10 @@ def test_ranks_of_an_engine_outside_the_package(alone, tmp_path):
 
 
 @pytest.mark.slow  # workers/test_sequence_parallel.py has the engine's ranks without a run around them
-def test_ranks_that_share_the_tokens_too(alone, tmp_path):
+@pytest.mark.parametrize("drawn", ["share_samples=false", "share_samples=true"])
+def test_ranks_that_share_the_tokens_too(alone, drawn, tmp_path):
     ulysses = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"
-    two = run(tmp_path, *ALIKE, ulysses, "trainer.n_gpus_per_node=2")
+    two = run(tmp_path, *ALIKE, ulysses, "trainer.n_gpus_per_node=2", f"actor_rollout_ref.rollout.{drawn}")
     assert_alike(alone, two)
     # Attention over shares of the tokens rounds differently: training compares with log-probabilities of its own.
     assert two[1]["actor/first_ratio_max_dev"] == 0.0 and two[1]["actor/old_log_probs_from_train"] == 1.0

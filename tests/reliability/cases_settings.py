@@ -51,6 +51,7 @@ def numbers() -> list[BadInput]:
         ("a pool that costs as much", (f"{A}rollout.pool.size=16", f"{A}rollout.pool.num_inference_steps=4")),
         ("a reference in 8 bits without a KL term", (f"{A}ref.precision=fp8", f"{A}rollout.precision=fp8")),
         ("drawing block by block with one device", (f"{A}rollout.gather=blocks",)),
+        ("samples shared by one device", (f"{A}rollout.share_samples=true",)),
         ("a rollout server with two devices", (f"{A}rollout.tensor_model_parallel_size=2",)),
         ("variables to take along to no cluster", ("ray.env_vars=[HOME]",)),
         ("layers in 8 bits where nothing is", (f"{A}actor.engine.fp8_modules=[to_q]",)),

@@ -389,6 +389,7 @@ def test_any_port_with_or_without_a_token_passes(tmp_path):
 ULYSSES = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
 LORA = f"{MODEL}.lora_rank=4"
 BLOCKS, TWO_RANKS = f"{ROLLOUT}.gather=blocks", "trainer.n_gpus_per_node=2"
+TOGETHER = f"{ROLLOUT}.share_samples=true"
 
 
 @pytest.mark.parametrize(
@@ -417,6 +418,9 @@ BLOCKS, TWO_RANKS = f"{ROLLOUT}.gather=blocks", "trainer.n_gpus_per_node=2"
         ([BLOCKS, TWO_RANKS, "actor_rollout_ref.rollout.precision=fp8"], "precision=fp8 needs the whole weights"),
         ([BLOCKS, TWO_RANKS, LORA, f"{ACTOR}.engine.fold_lora=true"], "fold_lora=true folds into"),
         ([BLOCKS, TWO_RANKS, "trainer.mode=separate"], "gather=blocks has no effect with actor_rollout"),
+        ([TOGETHER, TWO_RANKS], "share_samples=true has no effect where no ranks share samples"),
+        ([TOGETHER, TWO_RANKS, f"{ULYSSES}=2", BLOCKS], "share_samples=true does not go with"),
+        ([TOGETHER, TWO_RANKS, f"{ULYSSES}=2", "trainer.mode=separate"], "share_samples=true has no effect with"),
         (["actor_rollout_ref.rollout.tensor_model_parallel_size=2"], "a rollout server draws with one device"),
         ([LORA, f"{MODEL}.target_modules=[to_q,to_qq]"], 'target_modules "to_qq": did you mean "to_q"'),
         ([LORA, f"{MODEL}.target_modules=nothing.*"], "target_modules=nothing.* matches no layer of QwenImageTransf"),

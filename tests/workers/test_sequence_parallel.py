@@ -23,7 +23,7 @@ ROWS = {row.name: row for row in architectures.TABLE}
 # Qwen-Image's prompts are of several lengths, some of them odd: with padding that nobody may attend to.
 SHARED = [
     "QwenImagePipeline", "QwenImageEditPlusPipeline", "FluxPipeline", "Flux2Pipeline", "Flux2KleinPipeline",
-    "WanPipeline", "WanPipeline-2.2",
+    "WanPipeline", "WanPipeline-2.2", "LTX2Pipeline",
 ]  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def two_updates(
     strategy: str = "fsdp2",
     **model,
 ) -> dict[str, torch.Tensor]:
-    """Gradient norms, log-probabilities before and after, and the weights, of updates on samples drawn here."""
+    """Samples drawn here, gradient norms of updates on them, log-probabilities before and after, and the weights."""
     row = ROWS[name]
     model_config = dataclasses.replace(architectures.config(row, cfg=True, noise=0.7), **model)
     engine = engine_class(strategy)(
@@ -54,11 +54,18 @@ def two_updates(
     )
     engine.initialize()
     rollout = architectures.rollout(engine.model_config, engine.module)
-    with engine.whole():
-        outputs = architectures.generate(row, rollout, [*architectures.PROMPTS, "a dog"])[:samples]
+    prompts, drawn = [*architectures.PROMPTS, "a dog"], None
+    with engine.together() if ranks > 1 and engine.draws_together else engine.whole():
+        if engine.layout.speaks(rank) or not engine.draws_together:  # others compute with whoever draws
+            drawn = architectures.as_batch(architectures.generate(row, rollout, prompts)[:samples])
+    if ranks > 1:  # as the driver sends a sample to all that train on it
+        told = [drawn]
+        dist.broadcast_object_list(told, src=rank - rank % ranks, group=engine.samples.get_group("sequence"))
+        drawn = told[0]
     mine = slice(rank // ranks, None, data_ranks)
-    data = {key: value[mine] for key, value in architectures.as_batch(outputs).items()}
-    found = {"before": log_probs(engine, data)}
+    data = {key: value[mine] for key, value in drawn.items()}
+    found = {"latents": data["all_latents"].flatten(), "before": log_probs(engine, data)}
+    assert (found["before"] - data["rollout_log_probs"].flatten()).abs().max() < 1e-6 or strategy == "veomni"
     with engine.train_mode():
         norms = [engine.train_batch(data, architectures.mean_log_prob)["metrics"]["grad_norm"] for _ in range(2)]
     return found | {
@@ -139,6 +146,7 @@ def test_two_groups_of_two_ranks_with_lora(tmp_path):
     [
         ("StableDiffusion3Pipeline", {}, "diffusers has no plan for the tokens of SD3Transformer2DModel; set it to 1"),
         ("ZImagePipeline", {}, "diffusers has no plan for the tokens of ZImageTransformer2DModel"),
+        ("LTX2ImageToVideoPipeline", {}, "tokens of a LTX2ImageToVideoPipeline are not shared by ranks; set it to 1"),
         ("FluxPipeline", {"height": 48, "width": 48}, "does not divide the 9 tokens of a sample of height=48 width=48"),
         ("WanPipeline", {"height": 48, "width": 48, "num_frames": 9}, "does not divide the 27 tokens of a sample of"),
     ],

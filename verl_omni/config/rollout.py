@@ -269,6 +269,13 @@ class DiffusionRolloutConfig:
         needs="actor_rollout_ref.hybrid_engine=true",
         may_change=True,
     )
+    share_samples: bool = knob(
+        False,
+        "ranks that share the tokens of each sample in training (ulysses_sequence_parallel_size) draw it together "
+        "too, for samples whose forward one device cannot hold; false: each draws whole samples of its own",
+        needs="actor_rollout_ref.hybrid_engine=true",
+        may_change=True,
+    )
     server_restarts: int = knob(
         3,
         "how often each rollout server that has died is started again",

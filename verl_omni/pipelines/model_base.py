@@ -19,6 +19,7 @@ from verl_omni.config.knob import MOST_IMAGES
 from verl_omni.config.rollout import OF_SOME_MODELS
 from verl_omni.pipelines.adapter_registry import AdapterRegistry
 from verl_omni.pipelines.builtin import BUILTIN, OTHERS
+from verl_omni.pipelines.shared_tokens import TokenPlan
 from verl_omni.pipelines.utils import (
     load_tokenizers,
     pipeline_class,
@@ -134,6 +135,17 @@ class DiffusionModelBase:
         """Height and width in latent tokens."""
         step = cls.size_multiple * cls.vae_scale_factor(model_config)
         return model_config.pipeline.height // step, model_config.pipeline.width // step
+
+    @classmethod
+    def token_plan(cls, part: torch.nn.Module) -> TokenPlan | None:
+        """How ranks share the tokens of one of the trained modules, if they can: as diffusers has it."""
+        plan = getattr(part, "_cp_plan", None)
+        return None if plan is None else TokenPlan(plan)
+
+    @classmethod
+    def shared_tokens(cls, model_config: DiffusionModelConfig) -> int:
+        """Those of a sample that are shared."""
+        return cls.tokens(model_config)
 
     @classmethod
     def tokens(cls, model_config: DiffusionModelConfig) -> int:

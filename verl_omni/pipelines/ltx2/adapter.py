@@ -14,6 +14,7 @@ import torch
 
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
+from verl_omni.pipelines.shared_tokens import TokenPlan
 from verl_omni.pipelines.utils import check_length, diffusers_since, flow_shift, read_component_config
 from verl_omni.utils.responses import Sound, VideoWithSound
 
@@ -51,7 +52,6 @@ class LTX2(DiffusionModelBase):
     fp8_modules = lora_target_modules
     libraries = ("ltx2",)  # diffusers' own, of the connectors and the vocoder
     size_multiple = 1
-    shares_tokens = False
     pipeline_defaults = {"negative_prompt": "", "max_sequence_length": 1024}
 
     @classmethod
@@ -87,6 +87,29 @@ class LTX2(DiffusionModelBase):
         size = cls.geometry(model_config)
         return size.drawn + size.sound
 
+    @classmethod
+    def shared_tokens(cls, model_config: DiffusionModelConfig) -> int:
+        return cls.geometry(model_config).drawn
+
+    @classmethod
+    def token_plan(cls, part: torch.nn.Module) -> TokenPlan:
+        """The video's tokens: every rank has all of the sound and of the prompt, which are few.
+
+        diffusers' own plan cuts the prompt's mask, which its joined keys need whole, leaves the video's positions whole
+        where it meets the sound, and has no gradient of an attention from one length to another.
+        """
+        from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+
+        axis, dims = (2, 4) if part.config.rope_type == "split" else (1, 3)
+        positions = {i: ContextParallelInput(split_dim=axis, expected_dims=dims, split_output=True) for i in range(2)}
+        cuts = {
+            "": {"hidden_states": ContextParallelInput(split_dim=1, expected_dims=3)},
+            "rope": positions,
+            "cross_attn_rope": positions,
+            "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
+        }
+        return TokenPlan(cuts, exchange=("attn1",), gather=("video_to_audio_attn",), whole=(1,))
+
     # ---- training and rollout ------------------------------------------------------------------------
 
     @classmethod
@@ -103,9 +126,7 @@ class LTX2(DiffusionModelBase):
         steps, config = model_config.pipeline.num_inference_steps, scheduler.config
         # Until 0.40 upstream shifted the schedule of every size as that of the largest.
         length = cls.geometry(model_config).video if diffusers_since("0.40") else config["max_image_seq_len"]
-        scheduler.set_timesteps(
-            sigmas=np.linspace(1.0, 1 / steps, steps), mu=flow_shift(length, config), device=device
-        )
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=flow_shift(length, config), device=device)
 
     @classmethod
     def scales(cls, model_config: DiffusionModelConfig) -> tuple[float, float]:
@@ -261,6 +282,7 @@ class LTX2ImageToVideo(LTX2):
     """
 
     needs_images = True
+    shares_tokens = False  # each token has a timestep of its own
 
     @classmethod
     def images_of_a_prompt(cls, model_config: DiffusionModelConfig) -> tuple[int, int]:

@@ -48,6 +48,7 @@ from verl_omni.trainer.checks.rollout_engine import (
     check_http,
     check_reward_input,
     check_rollout_engine,
+    check_share_samples,
 )
 from verl_omni.trainer.checks.teacher import check_teacher
 from verl_omni.trainer.checks.workers import check_workers
@@ -166,6 +167,7 @@ def _check(settings: DiffusionTrainerConfig) -> None:
     check_reward_input(settings)
     check_checkpoint_engine(settings)
     check_gather(settings)
+    check_share_samples(settings)
     check_http(settings)
     check_correction_fits(settings)
     check_filter(settings)

@@ -98,6 +98,26 @@ def check_gather(settings: DiffusionTrainerConfig) -> None:
             raise ValueError(f"{shown}: {ARR}.rollout.{name}={precision} needs the whole weights in 8 bits; {whole}")
 
 
+def check_share_samples(settings: DiffusionTrainerConfig) -> None:
+    """Drawing together is for ranks that train together, and for engines that can."""
+    from verl_omni.workers.engine.registry import engine_class, layout_of
+
+    arr, shown = settings.actor_rollout_ref, f"{ARR}.rollout.share_samples=true"
+    if not arr.rollout.share_samples:
+        return
+    if arr.rollout.name != "diffusers":
+        raise ValueError(f"{shown}: {ARR}.rollout.name={arr.rollout.name} draws with a copy of its own; leave it out")
+    if not engine_class(arr.actor.strategy).draws_together:
+        raise ValueError(f"{shown}: with {ARR}.actor.strategy={arr.actor.strategy} each rank draws alone; leave it out")
+    if layout_of(settings).sequence == 1:
+        raise ValueError(
+            f"{shown} has no effect where no ranks share samples: set "
+            f"{ARR}.actor.fsdp_config.ulysses_sequence_parallel_size, or leave it out"
+        )
+    if arr.rollout.gather == "blocks":
+        raise ValueError(f"{shown} does not go with {ARR}.rollout.gather=blocks: leave one of them out")
+
+
 def check_reward_input(settings: DiffusionTrainerConfig) -> None:
     """There are latents for rewards that are to have them."""
     arr = settings.actor_rollout_ref

@@ -195,8 +195,9 @@ def check_shared_sequence(model: DiffusionModelConfig, actor: DiffusionActorConf
     ranks = actor.fsdp_config.ulysses_sequence_parallel_size
     where = f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={ranks}"
     parts = empty_modules(model)
+    adapter = DiffusionModelBase.get_class(model)
     for part in parts:
-        if getattr(part, "_cp_plan", None) is None:
+        if adapter.token_plan(part) is None:
             raise ValueError(f"{where}: diffusers has no plan for the tokens of {type(part).__name__}; set it to 1")
     _check_shares(model, actor, parts, ranks, where)
 
@@ -236,7 +237,7 @@ def _check_shares(
         if part.config.num_attention_heads % ranks:
             heads = part.config.num_attention_heads
             raise ValueError(f"{where} does not divide the {heads} attention heads of {type(part).__name__}")
-    if (tokens := adapter.tokens(model)) % ranks:
+    if (tokens := adapter.shared_tokens(model)) % ranks:
         size = {k: v for k, v in dataclasses.asdict(model.pipeline).items() if k in SIZES and v is not None}
         said = " ".join(f"{name}={value}" for name, value in size.items())
         raise ValueError(f"{where} does not divide the {tokens} tokens of a sample of {said}: choose another size")

@@ -53,7 +53,7 @@ def start_drawing(
 ) -> Drawing:
     """Their processes start up while the workers load the model."""
     rollouts = (
-        EmbeddedRollouts(workers, layout)
+        EmbeddedRollouts(workers, layout, config.actor_rollout_ref.rollout.share_samples)
         if config.actor_rollout_ref.hybrid_engine
         else _server_rollouts(config, device, pools, workers, timeline)
     )

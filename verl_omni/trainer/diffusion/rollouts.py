@@ -26,12 +26,14 @@ class EmbeddedRollouts:
     """The engine of each training worker, on the weights that are trained.
 
     A sample whose rank is known beforehand is drawn by the rank that will train on it, and its trajectory stays there,
-    unless others train on it as well: then any rank draws it, so that all have something to do.
+    unless others train on it as well: then any rank draws it, so that all have something to do. With `share_samples`
+    one of each group does, and the others compute with it.
     """
 
-    def __init__(self, actor_wg: Any, layout: Layout):
+    def __init__(self, actor_wg: Any, layout: Layout, share_samples: bool = False):
         self.actor_wg, self.layout = actor_wg, layout
-        self.servers = list(actor_wg.workers)
+        drawing = layout.speakers if share_samples else range(len(actor_wg.workers))
+        self.servers = [actor_wg.workers[rank] for rank in drawing]
 
     def begin(self, policy: str, version: int, precision: str | None = None) -> None:
         self.actor_wg.start_rollout(policy, version, precision)
@@ -43,7 +45,7 @@ class EmbeddedRollouts:
         """(the server of each sample, whether trajectories have to travel); `ranks` are those that will train."""
         if ranks is not None and self.layout.sequence == 1:
             return ranks, False
-        return in_turn(samples, len(self.servers)), len(self.servers) > 1
+        return in_turn(samples, len(self.servers)), self.layout.world > 1
 
     def loading(self) -> list[Any]:
         """They load with their workers."""

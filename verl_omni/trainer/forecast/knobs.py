@@ -38,6 +38,8 @@ def changes(settings: DiffusionTrainerConfig, stage: str) -> Iterator[dict[str, 
         yield {f"{ROLLOUT}.vae_tiling": True}
         if not stage.startswith("server"):
             yield {f"{ROLLOUT}.gather": "blocks"}
+        if stage == "rollout" and arr.actor.fsdp_config.ulysses_sequence_parallel_size > 1:
+            yield {f"{ROLLOUT}.share_samples": True}
     if stage == "reference":
         rows = arr.ref.log_prob_micro_batch_size_per_gpu or arr.actor.ppo_micro_batch_size_per_gpu
         yield from _halved(f"{REF}.log_prob_micro_batch_size_per_gpu", rows)

@@ -72,6 +72,8 @@ class TrainingEngine(BaseEngine, ABC):
 
     #: whether it can draw without holding the whole model: see `by_blocks`
     draws_by_blocks: ClassVar[bool] = False
+    #: whether ranks that share samples in training can draw them so: see `together`
+    draws_together: ClassVar[bool] = False
 
     @classmethod
     def settings(cls, actor: DiffusionActorConfig) -> Any:
@@ -154,6 +156,11 @@ class TrainingEngine(BaseEngine, ABC):
 
     def by_blocks(self) -> AbstractContextManager[None]:
         """Ready to generate too, where `draws_by_blocks`: a forward gathers one block after another from all ranks."""
+        raise NotImplementedError
+
+    def together(self, precision: str | None = None) -> AbstractContextManager[None]:
+        """Like `whole`, where `draws_together`: of the ranks that share samples the first draws, the others compute
+        their share of its forwards."""
         raise NotImplementedError
 
     @abstractmethod

@@ -110,7 +110,10 @@ class DiffusersRollout(Drawer, BatchedRollout):
         self, training: TrainingEngine, policy: str, version: int, precision: str | None = None
     ) -> Iterator[None]:
         self.version = version
-        gathered = training.by_blocks() if self.config.gather == "blocks" else training.whole(precision)
+        if self.config.gather == "blocks":
+            gathered = training.by_blocks()
+        else:
+            gathered = (training.together if self.config.share_samples else training.whole)(precision)
         with training.eval_mode(), training.policy(policy), gathered:
             yield
 

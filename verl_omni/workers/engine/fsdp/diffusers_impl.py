@@ -13,6 +13,7 @@ from verl_omni.config import DiffusionActorConfig, FSDPConfig
 from verl_omni.workers.engine.base import MODEL_TYPE, DiffusionEngine
 from verl_omni.workers.engine.fsdp.in_step import InStep
 from verl_omni.workers.engine.fsdp.shard import shard, shard_alone
+from verl_omni.workers.engine.fsdp.together import Together
 from verl_omni.workers.layout import Layout
 
 with warnings.catch_warnings():  # verl announces every engine whose package is not installed
@@ -37,7 +38,7 @@ def divided(world: int, shard_group: tuple[str, int], sequence: tuple[str, int])
 class DiffusersFSDPEngine(DiffusionEngine):
     """One rank trains the module as it is; several hold a share of each block, and gather it when it is used."""
 
-    draws_by_blocks = True
+    draws_by_blocks = draws_together = True
 
     @classmethod
     def settings(cls, actor: DiffusionActorConfig) -> FSDPConfig:
@@ -69,7 +70,8 @@ class DiffusersFSDPEngine(DiffusionEngine):
         if self.shares_samples:
             from verl_omni.workers.engine.sequence import SharedSequence  # the driver has no use for diffusers' hooks
 
-            self.sequence = SharedSequence(self.parts.values(), self.layout, self.device)
+            plans = {part: self.adapter.token_plan(part) for part in self.parts.values()}
+            self.sequence = SharedSequence(plans, self.layout, self.device)
             for module in self._shards:  # the mean over samples of the sum over the ranks that share one
                 module.set_gradient_divide_factor(self.layout.data)
                 module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
@@ -109,6 +111,20 @@ class DiffusersFSDPEngine(DiffusionEngine):
                 yield
         finally:
             self.release()
+
+    @contextlib.contextmanager
+    def together(self, precision: str | None = None) -> Iterator[None]:
+        with self.whole(precision):
+            self.sequence.go_on()
+            try:
+                with self._together.running():
+                    yield
+            finally:
+                self.sequence.pause()
+
+    @functools.cached_property
+    def _together(self) -> Together:
+        return Together(self.parts.values(), self.layout, self.device, self.autocast)
 
     @functools.cached_property
     def in_step(self) -> InStep:

@@ -37,6 +37,7 @@ class VeOmniEngine(DiffusersFSDPEngine):
     """What VeOmni makes of a module is FSDP2's: how it is gathered, and when gradients are summed, is as there."""
 
     draws_by_blocks = False  # it gathers blocks ahead of their turn
+    draws_together = False
 
     @classmethod
     def settings(cls, actor: DiffusionActorConfig) -> VeOmniConfig:
