@@ -1,6 +1,7 @@
 """A plan counts what real engines hold: parameters, gradients, optimizer state, and what autograd keeps."""
 
 import json
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from verl_omni.perf.rates import rates
 from verl_omni.pipelines.utils import pipeline_class
 from verl_omni.trainer.checks.preparation import prepare_config
 from verl_omni.trainer.forecast.forecast import forecast
-from verl_omni.trainer.forecast.model import ModelCosts
+from verl_omni.trainer.forecast.model import EmptyModel, ModelCosts
 from verl_omni.trainer.forecast.passes import Pass, Passes
 from verl_omni.trainer.forecast.stages import RankMemory, not_counted, optimizer_ratio
 from verl_omni.trainer.forecast.tables import text
@@ -128,7 +129,7 @@ def test_what_is_around_the_transformer_is_counted(architecture, tmp_path):
 
     assert costs.vae_bytes == held(decoders)
     assert costs.encoder_bytes == held(modules.keys() - decoders - {"transformer", "transformer_2"})
-    assert costs.decode(2).extra > 0 and costs._inputs(2)
+    assert costs.decode(2).extra > 0 and costs.model.inputs(2)
 
 
 def plain_attention(query, key, value, attn_mask=None, **settings):
@@ -163,7 +164,7 @@ def test_activations_are_those_that_autograd_keeps(architecture, lora, monkeypat
     module = costs.adapter.load_module(costs.config, torch.float32).train()
     if lora:
         add_lora({"transformer": module}, costs.config, costs.adapter)
-    inputs = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in costs._inputs(5).items()}
+    inputs = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in costs.model.inputs(5).items()}
     tables = [table for layer in module.modules() for table in vars(layer).values()]
     there = [*module.parameters(), *module.buffers(), *inputs.values(), *tables]
     monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", plain_attention)
@@ -178,22 +179,42 @@ def test_what_was_measured_is_kept_for_the_next_plan(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = composed(*overrides_of(tmp_path, tiny_checkpoint("StableDiffusion3Pipeline")))
     settings, measured = OmegaConf.to_object(prepare_config(config)), []
-    monkeypatch.setattr(Passes, "_whole", lambda self, rows, **how: measured.append(rows) or Pass(rows, 0.5, 3.0))
+    monkeypatch.setattr(Passes, "whole", lambda self, rows, **how: measured.append(rows) or Pass(rows, 0.5, 3.0))
+    monkeypatch.setattr(Passes, "make_tables", lambda self, rows: None)
     monkeypatch.setattr("verl_omni.trainer.forecast.passes.in_forks", lambda work: [one() for one in work])
+    monkeypatch.setattr(EmptyModel, "decode", lambda self, rows, tiling: Pass(0, rows / (1 + tiling), 1))
 
-    def planned(tokens: int) -> Pass:
-        return ModelCosts(settings, (tokens, tokens), remember=True).passes.forward(4)
+    def planned(tokens: int, remember: bool = True) -> list:
+        costs = ModelCosts(settings, (tokens, tokens), remember)
+        around = [costs.weights, costs.vae_bytes, costs.encoder_bytes, costs.latent_bytes, costs.condition_bytes]
+        return [costs.passes.forward(4), costs.decode(2), costs.decode(2, tiling=True), *around]
 
     first = planned(200)
-    assert first.kept == 4 and len(measured) == 2
-    assert planned(200) == first and len(measured) == 2
+    assert first[0].kept == 4 and len(measured) == 2
+    with monkeypatch.context() as without:
+        without.setattr("verl_omni.trainer.forecast.model.build_module", None)  # nothing is built
+        assert planned(200) == first and len(measured) == 2
     planned(230)  # of longer prompts nobody knows
     assert len(measured) == 4
     for file in tmp_path.glob("verl_omni/plan/*.json"):
         file.write_text("{")  # half of one
     assert planned(200) == first and len(measured) == 6
-    ModelCosts(settings, (200, 200)).passes.forward(4)  # unless it is asked to, it remembers nothing
+    planned(200, remember=False)  # unless it is asked to, it remembers nothing
     assert len(measured) == 8
+
+
+def test_another_config_is_another_model(tmp_path):
+    """Whatever its folder is called: figures of one are not taken for those of the other."""
+    folder = shutil.copytree(tiny_checkpoint("StableDiffusion3Pipeline"), tmp_path / "model")
+
+    def key() -> str:
+        settings = OmegaConf.to_object(prepare_config(composed(*overrides_of(tmp_path, folder))))
+        return ModelCosts(settings, (200, 200), remember=True).known.file.name
+
+    before, file = key(), folder / "transformer" / "config.json"
+    assert key() == before
+    file.write_text(file.read_text().replace('"num_layers": ', '"num_layers": 1'))
+    assert key() != before
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The model of a run, looked at without its weights: what it holds, and what it costs to run."""
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 
+from verl_omni.config import DiffusionModelConfig
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.perf.live_bytes import LiveBytes, PretendedGpu
 from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
@@ -16,40 +18,104 @@ from verl_omni.pipelines.sampling import transformer_inputs
 from verl_omni.pipelines.single_frame_vae import speed_up_single_frames
 from verl_omni.pipelines.utils import pipeline_class, read_index
 from verl_omni.pipelines.weights import build_component
-from verl_omni.trainer.forecast.passes import Pass, Passes
-from verl_omni.trainer.forecast.weights import weights_of
+from verl_omni.trainer.forecast.passes import Lines, Pass, Passes
+from verl_omni.trainer.forecast.remembered import Remembered, key_of
+from verl_omni.trainer.forecast.weights import Weights, weights_of
 from verl_omni.utils.model_code import refuse_code
 from verl_omni.workers.engine.module import build_module, on_gpu, resolve_dtypes
 
 GPU = torch.device("cuda")
+CONFIGS = {"model_index.json", "config.json"}
 DECODERS = {"vae", "audio_vae", "vocoder"}
 
 
 class ModelCosts:
-    """Of a run's model, with prompts of so many token ids, its own and the negative one."""
+    """Of a run's model, with prompts of so many token ids, its own and the negative one.
+
+    `remember`: what is measured is kept for the next plan, which builds nothing where it asks for nothing else.
+    """
 
     def __init__(self, settings: DiffusionTrainerConfig, tokens: tuple[int, int], remember: bool = False):
-        """`remember`: what is measured is kept for the next plan, and what was kept is not measured again."""
-        self.remember, arr = remember, settings.actor_rollout_ref
-        self.config, self.engine, self.tiling = arr.model, arr.actor.engine, arr.rollout.vae_tiling
+        arr = settings.actor_rollout_ref
+        self.config, self.engine, self.tokens = arr.model, arr.actor.engine, tokens
         self.adapter = DiffusionModelBase.get_class(self.config)
         self.dtype, self.model_dtype = resolve_dtypes(self.engine, GPU, self.config.lora_rank > 0)
+        self.known = Remembered(self._key() if remember else None)
+        self.passes = Lines(lambda: self.model.passes, self.known)
+
+    @functools.cached_property
+    def model(self) -> "EmptyModel":
+        return EmptyModel(self.config, self.adapter, self.engine.seed, (self.dtype, self.model_dtype), self.tokens)
+
+    def _key(self) -> str:
+        """Of all that figures depend on. The modules of an adapter of the user's own may be of classes that have no
+        version: those are built to see which."""
+        model, own = self.config, self.adapter.__module__.startswith("verl_omni.")
+        folders = [Path(folder).expanduser() for folder in (model.path, model.config_path) if folder]
+        files = [file for folder in folders for file in sorted(folder.rglob("*.json")) if file.name in CONFIGS]
+        configs = [(file.parent.name, file.read_text()) for file in files]
+        lora = (model.lora_rank, repr(model.target_modules))
+        about = [configs, model.architecture, model.transformer_subfolder, lora, repr(model.pipeline), self.tokens]
+        classes = () if own else tuple(type(part) for part in self.model.parts.values())
+        return key_of([*about, str(self.dtype), str(self.model_dtype)], (self.adapter, *classes))
+
+    @functools.cached_property
+    def weights(self) -> Weights:
+        return Weights.of_rows(self.known.get("weights", lambda: self.model.weights.rows()))
+
+    @property
+    def vae_bytes(self) -> int:
+        return self.known.get("vae bytes", lambda: self.model.vae_bytes)
+
+    @property
+    def encoder_bytes(self) -> int:
+        return self.known.get("encoder bytes", lambda: self.model.encoder_bytes)
+
+    def decode(self, rows: int, tiling: bool = False) -> Pass:
+        """Of latents to what is seen or heard. The decoder as it is written: compiled it takes less."""
+        measured = self.known.get(
+            f"decode {rows}{' in tiles' * tiling}", lambda: dataclasses.astuple(self.model.decode(rows, tiling))
+        )
+        return Pass(*measured)
+
+    # ---- what a sample is ----------------------------------------------------------------------------
+
+    @property
+    def latent_bytes(self) -> int:
+        return self.known.get("latent bytes", lambda: self.model.latents.nbytes)
+
+    @property
+    def condition_bytes(self) -> int:
+        return self.known.get("condition bytes", lambda: sum(v.nbytes for v in self.model.conditions.values()))
+
+
+class EmptyModel:
+    """The real modules, without memory."""
+
+    def __init__(
+        self,
+        config: DiffusionModelConfig,
+        adapter: type[DiffusionModelBase],
+        seed: int,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        tokens: tuple[int, int],
+    ):
+        self.config, self.adapter, (self.dtype, model_dtype) = config, adapter, dtypes
         # As the training engine does, before anything is read.
-        module, parts = build_module(self.config, self.engine.seed, self.model_dtype, None, empty=True)
-        self.part, self.weights, self.trained = next(iter(parts.values())), weights_of(parts.values()), tuple(parts)
+        module, self.parts = build_module(config, seed, model_dtype, None, empty=True)
+        self.weights = weights_of(self.parts.values())
+        self.part = next(iter(self.parts.values()))
         self.gpu = PretendedGpu()
-        self.pipe = self._pipeline()
-        self.latents = self.adapter.prepare_latents(self.pipe, module, self.config, [torch.Generator()])
+        self.latents = adapter.prepare_latents(self.pipe(False), module, config, [torch.Generator()])
         self.conditions = self._conditions(*tokens)
 
     # ---- forwards of the transformer -----------------------------------------------------------------
 
     @functools.cached_property
     def passes(self) -> Passes:
-        adapter = self.adapter if self.remember else None
-        return Passes(self.part, self._inputs, self.adapter.forward, self.dtype, self.gpu, adapter)
+        return Passes(self.part, self.inputs, self.adapter.forward, self.dtype, self.gpu)
 
-    def _inputs(self, rows: int) -> dict[str, Any]:
+    def inputs(self, rows: int) -> dict[str, Any]:
         """With the prompt: the half that is trained, and in a rollout the longer one."""
         latents = self.latents.expand(rows, *self.latents.shape[1:])
         timesteps = torch.full((rows,), 500.0)
@@ -75,13 +141,14 @@ class ModelCosts:
 
     # ---- what is around it ---------------------------------------------------------------------------
 
-    def _pipeline(self) -> Any:
+    @functools.cache  # noqa: B019  (lives as long as the command)
+    def pipe(self, tiling: bool) -> Any:
         """The upstream pipeline with what decodes alone, without weights."""
         kind = pipeline_class(self.config.architecture)
         parameters = inspect.signature(kind).parameters.values()
         parts = {p.name: None for p in parameters if p.default is p.empty}
         parts |= {name: build_component(self.config, name, self.dtype) for name in self._beside if name in DECODERS}
-        if self.tiling:
+        if tiling:
             parts["vae"].enable_tiling()
         with self.gpu.here():
             for name in self._beside & DECODERS:
@@ -95,13 +162,13 @@ class ModelCosts:
         named = {name: value for name, value in index.items() if isinstance(value, list) and value[0] is not None}
         others = {name for name, value in named.items() if library_of(*value) != "transformers"}
         root = Path(self.config.path).expanduser()
-        return {name for name in others - {*self.trained, "scheduler"} if (root / name / "config.json").is_file()}
+        return {name for name in others - {*self.parts, "scheduler"} if (root / name / "config.json").is_file()}
 
     @property
     def vae_bytes(self) -> int:
-        return sum(_bytes(getattr(self.pipe, name)) for name in self._beside & DECODERS)
+        return sum(_bytes(getattr(self.pipe(False), name)) for name in self._beside & DECODERS)
 
-    @functools.cached_property
+    @property
     def encoder_bytes(self) -> int:
         """Of all that makes features of a prompt, in the dtype that it is loaded in."""
         import transformers
@@ -119,29 +186,18 @@ class ModelCosts:
                     found += sum(p.numel() for p in kind(config).parameters()) * self.dtype.itemsize
         return found
 
-    @functools.cache  # noqa: B019  (lives as long as the command)
-    def decode(self, rows: int) -> Pass:
-        """Of latents to what is seen or heard. The decoder as it is written: compiled it takes less."""
+    def decode(self, rows: int, tiling: bool) -> Pass:
+        pipe = self.pipe(tiling)
         with self.gpu.here(), torch.no_grad():
             latents = torch.empty(rows, *self.latents.shape[1:])
             conditions = {name: torch.empty(rows, *value.shape[1:]) for name, value in self.conditions.items()}
             latents = self.adapter.whole_latents(latents, conditions)  # with those that a prompt gives
             with LiveBytes() as live:
-                decoded = self.adapter.decode_latents(self.pipe, latents, self.config)
+                decoded = self.adapter.decode_latents(pipe, latents, self.config)
                 several = isinstance(decoded, tuple)
                 made = tuple(part.float() for part in decoded) if several else decoded.float()
-                self.adapter.responses(made, self.pipe, self.config)
+                self.adapter.responses(made, pipe, self.config)
             return Pass(0, live.most, live.flops)
-
-    # ---- what a sample is ----------------------------------------------------------------------------
-
-    @property
-    def latent_bytes(self) -> int:
-        return self.latents.nbytes
-
-    @property
-    def condition_bytes(self) -> int:
-        return sum(value.nbytes for value in self.conditions.values())
 
 
 def _bytes(module: torch.nn.Module) -> int:

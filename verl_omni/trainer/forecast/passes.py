@@ -62,62 +62,18 @@ class Passes:
         forward: Forward,
         dtype: torch.dtype,
         gpu: PretendedGpu,
-        adapter: type | None = None,
     ):
-        """With an `adapter`, what is measured with it is kept for the next plan."""
         self.part, self.inputs, self.call, self.dtype, self.gpu = part, inputs, forward, dtype, gpu
         self.kinds = kinds_of_blocks(part)
-        self._kept = Remembered(self._about(), (type(part), adapter)) if adapter else None
-        remembered = self._kept.read() if self._kept else {}
-        self._known = {_how(name): Pass(*numbers) for name, numbers in remembered.items()}
         for holder, name in (place for blocks in self.kinds.values() for place in blocks[2:]):
             del holder._modules[name]
         with self.gpu.here():
             part.to_empty(device=gpu.device).train()
 
-    def forward(self, rows: float) -> Pass:
-        """Without a gradient."""
-        return self._line(rows, gradient=False)
-
-    def training(self, rows: float, checkpointing: bool, compiled: bool) -> Pass:
-        """With its gradient."""
-        needed = [{}, {"checkpointing": True}] if checkpointing else [{}]
-        self._measure(*({"gradient": True} | how for how in needed + [{"compiled": True}] * compiled))
-        written = self._line(rows, gradient=True)
-        found = self._line(rows, gradient=True, checkpointing=True) if checkpointing else written
-        if not compiled:
-            return found
-        partitioned = self._line(rows, gradient=True, compiled=True)
-        if not checkpointing:
-            return dataclasses.replace(found, kept=partitioned.kept, block=partitioned.block)
-        return dataclasses.replace(found, extra=partitioned.block + written.extra)
-
-    def _line(self, rows: float, **how: bool) -> Pass:
-        self._measure(how)
-        few, more = (self._known[count, frozenset(how.items())] for count in FEW_ROWS)
-        steps = (rows - FEW_ROWS[0]) / (FEW_ROWS[1] - FEW_ROWS[0])
-        figures = ((getattr(few, f.name), getattr(more, f.name)) for f in dataclasses.fields(Pass))
-        return Pass(*(max(0.0, low + steps * (high - low)) for low, high in figures))
-
-    def _measure(self, *hows: dict[str, bool]) -> None:
-        """Each with a few rows, all at once: tracing takes seconds, in one thread."""
-        wanted = [(rows, frozenset(how.items())) for how in hows for rows in FEW_ROWS]
-        missing = [one for one in wanted if one not in self._known]
-        work = [functools.partial(self._whole, rows, **dict(how)) for rows, how in missing]
-        self._known |= dict(zip(missing, in_forks(work), strict=True))
-        if self._kept and missing:
-            self._kept.write({_name(how): list(dataclasses.astuple(one)) for how, one in self._known.items()})
-
-    def _about(self) -> list[Any]:
-        """All that figures depend on beside code."""
-        weights = [(n, *_described(p), p.requires_grad) for n, p in self.part.named_parameters()]
-        config = {name: repr(value) for name, value in self.part.config.items() if not name.startswith("_")}
-        inputs = [tree_map_only(torch.Tensor, _described, self.inputs(rows)) for rows in FEW_ROWS]
-        return [weights, config, repr(inputs), str(self.dtype)]
-
-    def _whole(self, rows: int, **how: bool) -> Pass:
+    def whole(self, rows: int, **how: bool) -> Pass:
+        """Of a micro-batch of so many, all blocks."""
         ones, compiled = dict.fromkeys(self.kinds, 1), how.get("compiled", False)
-        self._make_tables(rows)
+        self.make_tables(rows)
         with Partitioned(self.kinds) if compiled else contextlib.nullcontext():
             if compiled:  # graphs are traced in half the time where nobody counts
                 self._run_uncounted(rows, gradient=True)
@@ -129,7 +85,7 @@ class Passes:
         return whole
 
     @functools.cache  # noqa: B019
-    def _make_tables(self, rows: int) -> None:
+    def make_tables(self, rows: int) -> None:
         """Those that a model makes once are no part of a block."""
         self._run_uncounted(rows, gradient=False)
 
@@ -161,17 +117,50 @@ class Passes:
                 return Pass(kept, live.most - kept, forward, live.flops - forward)
 
 
-def _described(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:
-    return tuple(tensor.shape), str(tensor.dtype)
+class Lines:
+    """Passes of any number of rows, from those of a few. `passes()` makes what measures, where something is unknown."""
+
+    def __init__(self, passes: Callable[[], Passes], known: Remembered):
+        self._passes, self._known = passes, known
+
+    def forward(self, rows: float) -> Pass:
+        """Without a gradient."""
+        return self._line(rows, gradient=False)
+
+    def training(self, rows: float, checkpointing: bool, compiled: bool) -> Pass:
+        """With its gradient."""
+        needed = [{}, {"checkpointing": True}] if checkpointing else [{}]
+        self._measure(*({"gradient": True} | how for how in needed + [{"compiled": True}] * compiled))
+        written = self._line(rows, gradient=True)
+        found = self._line(rows, gradient=True, checkpointing=True) if checkpointing else written
+        if not compiled:
+            return found
+        partitioned = self._line(rows, gradient=True, compiled=True)
+        if not checkpointing:
+            return dataclasses.replace(found, kept=partitioned.kept, block=partitioned.block)
+        return dataclasses.replace(found, extra=partitioned.block + written.extra)
+
+    def _line(self, rows: float, **how: bool) -> Pass:
+        self._measure(how)
+        few, more = (Pass(*self._known[_name(count, how)]) for count in FEW_ROWS)
+        steps = (rows - FEW_ROWS[0]) / (FEW_ROWS[1] - FEW_ROWS[0])
+        figures = ((getattr(few, f.name), getattr(more, f.name)) for f in dataclasses.fields(Pass))
+        return Pass(*(max(0.0, low + steps * (high - low)) for low, high in figures))
+
+    def _measure(self, *hows: dict[str, bool]) -> None:
+        """Each with a few rows, all at once: tracing takes seconds, in one thread."""
+        wanted = {_name(rows, how): (rows, how) for how in hows for rows in FEW_ROWS}
+        missing = {name: asked for name, asked in wanted.items() if name not in self._known}
+        if missing:
+            passes = self._passes()
+            for rows in FEW_ROWS:
+                passes.make_tables(rows)  # before there are copies of this process, each of which would
+            found = in_forks([functools.partial(passes.whole, rows, **how) for rows, how in missing.values()])
+            self._known.add({name: list(dataclasses.astuple(one)) for name, one in zip(missing, found, strict=True)})
 
 
-def _name(how: tuple[int, frozenset]) -> str:
-    return json.dumps([how[0], sorted(how[1])])
-
-
-def _how(name: str) -> tuple[int, frozenset]:
-    rows, how = json.loads(name)
-    return rows, frozenset(map(tuple, how))
+def _name(rows: int, how: dict[str, bool]) -> str:
+    return json.dumps([rows, sorted(how.items())])
 
 
 def _on_device(tensor: torch.Tensor) -> torch.Tensor:

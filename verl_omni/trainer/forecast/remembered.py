@@ -6,7 +6,7 @@ import importlib.metadata
 import inspect
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +16,52 @@ from verl_omni.utils.json_files import read_object
 from verl_omni.utils.user_cache import user_cache
 from verl_omni.workers import engine
 
-PACKAGES = ("torch", "diffusers", "peft")
+PACKAGES = ("torch", "diffusers", "transformers", "peft")
 
 
 class Remembered:
-    """Lists of numbers by name, in a file of what they are `about`: all that they depend on, and the code of `by`."""
+    """What was found, by name: numbers, and lists of them. For as long as this process lives, and where `key` says what
+    they are about, in a file for the next one."""
 
-    def __init__(self, about: Any, by: tuple[type, ...]):
-        versions = [importlib.metadata.version(name) for name in PACKAGES]
-        said = json.dumps([about, [_code(cls) for cls in by], _own_code(), versions])
-        self.file = user_cache("plan") / f"{hashlib.sha256(said.encode()).hexdigest()}.json"
+    def __init__(self, key: str | None = None):
+        self.file = user_cache("plan") / f"{key}.json" if key else None
+        self._known = self._read()
 
-    def read(self) -> dict[str, list[float]]:
-        try:
-            found = read_object(self.file)
-        except (OSError, ValueError):  # none, or half of one: it is measured, and written anew
-            return {}
-        return {name: [float(number) for number in numbers] for name, numbers in found.items()}
+    def __contains__(self, name: str) -> bool:
+        return name in self._known
 
-    def write(self, numbers: Mapping[str, list[float]]) -> None:
+    def __getitem__(self, name: str) -> Any:
+        return self._known[name]
+
+    def get(self, name: str, find: Callable[[], Any]) -> Any:
+        if name not in self._known:
+            self.add({name: find()})
+        return self._known[name]
+
+    def add(self, found: Mapping[str, Any]) -> None:
+        self._known |= found
+        if self.file is None:
+            return
         unfinished = self.file.with_suffix(f".{os.getpid()}")
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.write_text(json.dumps(dict(numbers)))
+            unfinished.write_text(json.dumps(self._known))
             unfinished.replace(self.file)
         except OSError:  # a home that cannot be written to: the next plan measures again
             return
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            return read_object(self.file) if self.file else {}
+        except (OSError, ValueError):  # none, or half of one: it is measured, and written anew
+            return {}
+
+
+def key_of(about: Any, by: tuple[type, ...]) -> str:
+    """Of figures that depend on `about` and on the code of `by`, beside ours and that of the packages."""
+    versions = [importlib.metadata.version(name) for name in PACKAGES]
+    said = json.dumps([about, [_code(cls) for cls in by], _own_code(), versions])
+    return hashlib.sha256(said.encode()).hexdigest()
 
 
 def _code(cls: type) -> list[str]:

@@ -40,10 +40,13 @@ class StepTime:
         self.arr = settings.actor_rollout_ref
 
     def drawing(self, ranks: int, shared: Layout | None = None) -> Seconds:
-        """With so many that draw, each with the whole model, or block by block of one that they have `shared` out."""
+        """With so many that draw, each with the whole model, or block by block of one that they have `shared` out, or
+        several to a sample."""
         if not self.amounts.draws:
             return Seconds()
-        images, rollout = math.ceil(self.amounts.images / ranks), self.arr.rollout
+        rollout = self.arr.rollout
+        together = shared if shared is not None and rollout.share_samples else None
+        images = math.ceil(self.amounts.images / (together.data if together else ranks))
         requests = min(rollout.max_num_seqs, images)
         joined = self.amounts.guided and rollout.cfg_in_one_forward
         rows, halves = (2 * requests, 1) if joined else (requests, 1 + self.amounts.guided)
@@ -52,9 +55,10 @@ class StepTime:
         more = 1 + pool * (rollout.pool.num_inference_steps or 0) / (rollout.n * self.amounts.steps) if pool else 1
         decode = 0.0
         if self.settings.reward.input == "decoded":
-            decode = images * (1 + pool / rollout.n) * self.costs.decode(1).forward / self.rates.decode
-        eager = 1 if compiles(self.settings) else measured.EAGER_FORWARD
-        one = self._forward(rows, self.rates.denoise * eager)
+            one = self.costs.decode(1, rollout.vae_tiling).forward
+            decode = images * (1 + pool / rollout.n) * one / self.rates.decode
+        eager = 1 if compiles(self.settings, together.sequence if together else 1) else measured.EAGER_FORWARD
+        one = self._forward(rows, self.rates.denoise * eager, together)
         if shared is not None and rollout.gather == "blocks":
             one = self._spread(one, shared, passes=1)
         return Seconds(

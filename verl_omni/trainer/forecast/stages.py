@@ -146,7 +146,8 @@ class RankMemory:
     @property
     def rows_drawn(self) -> int:
         """Rows of one forward of the rollout."""
-        requests = min(self.rollout.max_num_seqs, math.ceil(self.amounts.images / self.layout.world))
+        drawing = self.layout.data if self.rollout.share_samples else self.layout.world
+        requests = min(self.rollout.max_num_seqs, math.ceil(self.amounts.images / drawing))
         return requests * (2 if self.amounts.guided and self.rollout.cfg_in_one_forward else 1)
 
     @property
@@ -162,9 +163,11 @@ class RankMemory:
 
     def drawing(self) -> Iterator[Stage]:
         there = self.share | self.held | self.for_rollout
-        yield Stage("rollout", there | {"forward": self.costs.passes.forward(self.rows_drawn).extra})
+        forward = self.costs.passes.forward(self.rows_drawn).extra
+        shared = self.layout.sequence if self.rollout.share_samples else 1
+        yield Stage("rollout", there | {"forward": forward / shared})
         rows = min(equal_parts(self.rollout.max_num_seqs, DECODED_AT_ONCE), self.amounts.images)
-        yield Stage("decode", there | {"decoder": self.costs.decode(rows).extra})
+        yield Stage("decode", there | {"decoder": self.costs.decode(rows, self.rollout.vae_tiling).extra})
 
     @property
     def micro(self) -> int:
@@ -261,7 +264,7 @@ class ServerMemory:
         rows = requests * (2 if self.amounts.guided and self.rollout.cfg_in_one_forward else 1)
         yield Stage("server: rollout", held | {"forward": self.costs.passes.forward(rows).extra})
         decoded = min(equal_parts(self.rollout.max_num_seqs, DECODED_AT_ONCE), self.amounts.images)
-        yield Stage("server: decode", held | {"decoder": self.costs.decode(decoded).extra})
+        yield Stage("server: decode", held | {"decoder": self.costs.decode(decoded, self.rollout.vae_tiling).extra})
         yield Stage("server: weights arrive", held, {"a bucket": BUCKET_BYTES})
 
 

@@ -95,12 +95,10 @@ class Ways:
         arr = settings.actor_rollout_ref
         model, engine = arr.model, arr.actor.engine
         same = (engine.dtype, engine.model_dtype, self.tokens, repr(model.pipeline))
-        key, tiling = (model.path, model.lora_rank, repr(model.target_modules), *same), arr.rollout.vae_tiling
-        if (key, tiling) not in self._costs:
-            costs = self._costs[key, tiling] = ModelCosts(settings, self.tokens, self.remember)
-            if (other := self._costs.get((key, not tiling))) is not None:
-                costs.passes = other.passes  # the decoder's tiles change nothing there
-        return self._costs[key, tiling]
+        key = (model.path, model.lora_rank, repr(model.target_modules), *same)
+        if key not in self._costs:
+            self._costs[key] = ModelCosts(settings, self.tokens, self.remember)
+        return self._costs[key]
 
     def way(
         self, layout: Layout, servers: int = 0, mode: str = "colocated", settings: DiffusionTrainerConfig | None = None

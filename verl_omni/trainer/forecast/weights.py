@@ -34,6 +34,15 @@ class Weights:
     tensors: tuple[Held, ...]
     adapted: int  # bytes of the frozen weights that LoRA adapts
 
+    def rows(self) -> list:
+        """To be written down."""
+        return [self.adapted, [[held.shape, held.itemsize, held.trained, held.block] for held in self.tensors]]
+
+    @classmethod
+    def of_rows(cls, rows: list) -> "Weights":
+        adapted, tensors = rows
+        return cls(tuple(Held(tuple(shape), *others) for shape, *others in tensors), adapted)
+
     @functools.cached_property
     def _alike(self) -> Counter[Held]:
         """How many there are of each kind: blocks are many, and alike."""

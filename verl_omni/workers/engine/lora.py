@@ -1,5 +1,6 @@
 """LoRA: adapters on the trained modules, and their product folded into the weights for passes without a gradient."""
 
+import contextlib
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ def add_lora(
 
     `empty`: without values, on the meta device.
     """
+    from diffusers.models.modeling_utils import no_init_weights
     from peft import LoraConfig
 
     targets = model_config.target_modules or adapter.lora_target_modules
@@ -31,7 +33,9 @@ def add_lora(
     )
     for part in parts.values():
         part.requires_grad_(False)
-        with torch.device("meta") if empty else stand_ins(part):
+        with contextlib.ExitStack() as values:
+            for context in (no_init_weights(), torch.device("meta")) if empty else (stand_ins(part),):
+                values.enter_context(context)
             part.add_adapter(config)
         for parameter in part.parameters():
             if parameter.requires_grad:
