@@ -15,6 +15,7 @@ YARDSTICK = "flow_grpo"
 SO_FAR = "so_far.json"  # in the folder of a run that goes on or was killed
 LEVELS = tuple(level / 100 for level in range(40, 100, 5))
 SEEDS, SEEDS_OF_BEST = 2, 3
+LONG = 0.6  # of the longest run's seconds: what is shorter was cut short
 INKS = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#a6761d")  # of the best, so many
 YARDSTICK_INK, OTHERS_INK = "#000000", "#c8c8c8"
 # What the authors of each say of their own, on large models and tasks of their own choice.
@@ -41,7 +42,9 @@ def read_curves(folder: Path) -> dict[str, list[Curve]]:
         if length(curve) > 0:
             tried.setdefault(curve["algorithm"], {}).setdefault(curve["lr"], []).append(curve)
     chosen = {name: max(rates.values(), key=lambda runs: fmean(map(ending, runs))) for name, rates in tried.items()}
-    return {name: [run for run in runs if length(run) >= 0.8 * max(map(length, runs))] for name, runs in chosen.items()}
+    return {
+        name: [run for run in runs if length(run) >= LONG * max(map(length, runs))] for name, runs in chosen.items()
+    }
 
 
 def best(curves: dict[str, list[Curve]]) -> list[str]:
@@ -153,9 +156,9 @@ def relative(own: float | None, others: float | None, unit: str = "") -> str:
     return f"{others:.0f}{unit} ({own / others:.2g} ×)" if own and others else f"{others:.0f}{unit}"
 
 
-def figure(curves: dict[str, list[Curve]], width: int = 860, height: int = 460) -> str:
+def figure(curves: dict[str, list[Curve]], width: int = 900, height: int = 460) -> str:
     """An SVG: the mean score of each algorithm against seconds of training; the best, and the yardstick, stand out."""
-    left, right, top, bottom = 50, 190, 20, 45
+    left, right, top, bottom = 50, 230, 30, 45
     ends = {name: min(map(length, runs)) for name, runs in curves.items()}
     scores = [point["score"] for runs in curves.values() for run in runs for point in run["points"]]
     low, high, last = min(scores) - 0.02, min(1.0, max(scores) + 0.02), max(ends.values())
@@ -172,10 +175,11 @@ def figure(curves: dict[str, list[Curve]], width: int = 860, height: int = 460) 
         parts.append(_text(left - 6, float(y) + 4, f"{score:.2f}", "end"))
         parts.append(_text(float(x), height - bottom + 18, f"{seconds:.0f}", "middle"))
     parts.append(_text((left + width - right) / 2, height - 8, "seconds of training with the card to itself", "middle"))
+    parts.append(_text(left - 36, 16, "score on prompts that were never trained on", "start"))
     for number, name in reversed(list(enumerate(best(curves)))):  # the best on top
         runs, ink = curves[name], INKS[number] if number < len(INKS) else OTHERS_INK
         ink = YARDSTICK_INK if name == YARDSTICK else ink
-        grid = [ends[name] * i / 60 for i in range(61)]
+        grid = [min(ends[name] * i / 60, ends[name]) for i in range(61)]  # rounding may lead beyond the end
         line = " ".join(place(s, mean_at(runs, "seconds", s)) for s in grid)
         style = f'fill="none" stroke="{ink}" stroke-width="{1.2 if ink == OTHERS_INK else 2.2}"'
         parts.append(f'<polyline points="{line}" {style}/>')
