@@ -8,7 +8,9 @@ from e2e_runs import ROOT, QuickRun, metrics, settings
 
 pytestmark = pytest.mark.timeout(1500)
 
-SETTINGS = ["trainer.total_training_steps=2", "data.val_files=null", "actor_rollout_ref.actor.optim.lr=0.01"]
+# Adam would make much of the last bits of small gradients.
+OPTIM = ["actor_rollout_ref.actor.optim.optimizer=SGD", "actor_rollout_ref.actor.optim.lr=0.01"]
+SETTINGS = ["trainer.total_training_steps=2", "data.val_files=null", *OPTIM]
 # A forward of as many rows in rollout and training: with others, matrix products round the last bit differently.
 ALIKE = ["actor_rollout_ref.rollout.max_num_seqs=1", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"]
 COUNTED = ("critic/rewards/mean", "actor/grad_norm", "actor/loss", "actor/ratio_max_dev")
@@ -30,8 +32,8 @@ def assert_alike(one: dict[int, dict[str, float]], two: dict[int, dict[str, floa
     assert list(one) == list(two) == [1, 2]
     for step in one:
         for name in COUNTED:
-            # Adam makes much of the last bits of small gradients, and the loss is a small difference of large terms.
-            expected = pytest.approx(one[step][name], rel=1e-3, abs=1e-3 if name == "actor/loss" else 1e-6)
+            # The loss is a small difference of large terms.
+            expected = pytest.approx(one[step][name], rel=1e-4, abs=1e-4 if name == "actor/loss" else 1e-6)
             assert two[step][name] == expected, (step, name)
 
 
