@@ -1,11 +1,13 @@
 """Where old log-probabilities come from is one choice, which says why and is in the metrics."""
 
+import json
+import subprocess
+import sys
+
 import pytest
-import torch
 from e2e_runs import metrics, settings
 
 from verl_omni.testing.local_trainer import local_config, local_trainer
-from verl_omni.workers.engine.module import rounds_alike
 from verl_omni.workers.old_log_probs import SOURCES, choose_old_log_probs
 
 REWARD = """
@@ -66,10 +68,31 @@ def test_the_default_is_the_rollouts_own(found):
         assert ours == rollout
 
 
-@pytest.mark.parametrize(("precision", "device", "alike"), [
-    ("highest", "cuda", True), ("high", "cuda", False), ("medium", "cuda", False), ("high", "cpu", True),
-])  # fmt: skip
-def test_a_gpu_that_may_take_tf32_rounds_otherwise_with_another_number_of_rows(monkeypatch, precision, device, alike):
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
-    found = rounds_alike(torch.float32, compiled=False, folded=False, device=torch.device(device))
-    assert found is alike
+SETTINGS = {  # what is set, and whether a GPU then rounds alike
+    "": True,
+    "torch.set_float32_matmul_precision('high')": False,
+    "torch.set_float32_matmul_precision('medium')": False,
+    "torch.set_float32_matmul_precision('highest')": True,
+    "torch.backends.cuda.matmul.allow_tf32 = True": False,
+    "torch.backends.cuda.matmul.allow_tf32 = False": True,
+    "torch.backends.cuda.matmul.fp32_precision = 'tf32'": False,
+    "torch.backends.cuda.matmul.fp32_precision = 'ieee'": True,
+    "torch.backends.fp32_precision = 'tf32'; torch.backends.cuda.matmul.fp32_precision = 'none'": False,
+}
+
+
+def test_a_gpu_that_may_take_tf32_rounds_otherwise_with_another_number_of_rows():
+    """However it was told to, one after the other in a process of its own."""
+    code = f"""
+import json, torch
+from verl_omni.workers.engine.module import rounds_alike
+found = []
+for said in {list(SETTINGS)}:
+    exec(said)
+    asked = [(torch.float32, "cuda"), (torch.float32, "cpu"), (torch.bfloat16, "cuda")]
+    found.append([rounds_alike(dtype, False, False, torch.device(device)) for dtype, device in asked])
+print(json.dumps(found))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[alike, True, False] for alike in SETTINGS.values()]

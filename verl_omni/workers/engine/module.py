@@ -69,8 +69,10 @@ def rounds_alike(dtype: torch.dtype, compiled: bool, folded: bool, device: torch
     A GPU that may round the factors of a product to TF32 does not: what another number of rows moves in the last bit
     may there be rounded to another number.
     """
-    in_tf32 = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
-    return dtype == torch.float32 and not in_tf32 and not compiled and not folded
+    if dtype != torch.float32 or compiled or folded:
+        return False
+    # Says what was set, by this name or by the older ones, which cannot be asked after it was set by this one.
+    return device.type != "cuda" or torch.backends.cuda.matmul.fp32_precision != "tf32"
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
