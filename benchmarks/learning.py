@@ -93,8 +93,8 @@ def learn(
     points, steps = [], []
     while True:
         images, trained = sum(drawn for _, drawn, _ in steps), seconds_alone(steps)
-        late = time.monotonic() > deadline
-        done = trained >= seconds or trainer.global_step >= most_steps or late
+        whole = trained >= seconds or trainer.global_step >= most_steps
+        done = whole or time.monotonic() > deadline
         if done or trained >= every * len(points):
             with turns.together():
                 trainer.validate()
@@ -103,7 +103,7 @@ def learn(
             points.append({"step": trainer.global_step, "images": images, "seconds": round(trained, 2), **told})
             print(points[-1], flush=True)
             shutil.rmtree(kept)
-            curve = {**what, "device": device_name(), "whole": done and not late, "points": points, "steps": steps}
+            curve = {**what, "device": device_name(), "whole": whole, "points": points, "steps": steps}
             write(run_dir / SO_FAR, curve)
         if done:
             if len(points) == 1:

@@ -1,6 +1,9 @@
 """A generator is made for a task, and a run learns on it: on a CPU, in miniature."""
 
+import itertools
 import json
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,14 +61,18 @@ def test_parts_of_pictures():
     assert cut(pictures, 100).shape == pictures.shape
 
 
-def test_a_run_leaves_its_curve(folder, tmp_path):
+def test_a_run_leaves_its_curve(folder, tmp_path, monkeypatch):
     little = [
         "data.train_batch_size=2", "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.ppo_mini_batch_size=1",
         "actor_rollout_ref.rollout.pipeline.num_inference_steps=2",
     ]  # fmt: skip
     given = settings("scenes", folder, "flow_grpo", 0, 1e-4, little)
     what = {"task": "scenes", "algorithm": "flow_grpo"}
-    curve = learn(what, given, str(tmp_path / "run"), 60.0, every=1e-9, most_steps=3, turns=Turns(tmp_path))
+    # A clock by which its time is over when it has taken its last step: it is whole all the same.
+    clock = SimpleNamespace(monotonic=itertools.count().__next__, perf_counter=time.perf_counter)
+    monkeypatch.setattr("benchmarks.learning.time", clock)
+    limits = {"every": 1e-9, "most_steps": 3, "deadline": 2.5}
+    curve = learn(what, given, str(tmp_path / "run"), 60.0, **limits, turns=Turns(tmp_path))
     first, *_, last = curve["points"]
     assert (first["images"], last["images"], len(curve["steps"])) == (0, 12, 3) and curve["whole"]
     assert last["seconds"] == pytest.approx(3 * curve["steps"][2][0], abs=0.01)  # of the step that had no neighbours
