@@ -12,6 +12,7 @@ from verl_omni.quickstart import checkpoint, task
 from verl_omni.quickstart.__main__ import typed_python
 from verl_omni.quickstart.checkpoint import Recipe, build_checkpoint, held_out_scores
 from verl_omni.quickstart.data import write_data
+from verl_omni.quickstart.made import made_whole
 from verl_omni.rewards.scorers.ocr import compute_score_ocr_line
 
 SHORT = Recipe(images_per_number=1, vae_steps=2, vae_batch=2, transformer_steps=2, transformer_batch=2)
@@ -121,7 +122,17 @@ def test_a_broken_save_leaves_no_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "_train", lambda recipe, device: Broken())
     with pytest.raises(OSError, match="disk full"):
         build_checkpoint(tmp_path / "model", SHORT)
-    assert not (tmp_path / "model").exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_appears_meanwhile_is_not_overwritten(tmp_path):
+    """And what was made, perhaps in hours, is not lost."""
+    with pytest.raises(FileExistsError, match="has appeared meanwhile: what was made is in .*unfinished"):
+        with made_whole(tmp_path / "model") as folder:
+            for place in (folder, tmp_path / "model"):
+                place.mkdir()
+                (place / "weights").write_text(place.name)
+    assert (folder / "weights").read_text() == folder.name and (tmp_path / "model/weights").read_text() == "model"
 
 
 def test_a_folder_that_exists_is_not_overwritten(tmp_path):
