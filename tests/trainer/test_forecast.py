@@ -1,9 +1,11 @@
 """A plan counts what real engines hold: parameters, gradients, optimizer state, and what autograd keeps."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,9 +31,11 @@ from verl_omni.trainer.checks.preparation import prepare_config
 from verl_omni.trainer.forecast.forecast import forecast
 from verl_omni.trainer.forecast.model import EmptyModel, ModelCosts
 from verl_omni.trainer.forecast.passes import Pass, Passes
+from verl_omni.trainer.forecast.remembered import KEPT, Remembered, key_of, own_code
 from verl_omni.trainer.forecast.stages import RankMemory, not_counted, optimizer_ratio
 from verl_omni.trainer.forecast.tables import text
 from verl_omni.trainer.forecast.weights import weights_of
+from verl_omni.utils import json_files
 from verl_omni.workers.engine.fsdp.diffusers_impl import DiffusersFSDPEngine
 from verl_omni.workers.engine.lora import add_lora
 from verl_omni.workers.engine.module import build_module
@@ -203,9 +207,13 @@ def test_what_was_measured_is_kept_for_the_next_plan(tmp_path, monkeypatch):
     assert len(measured) == 8
 
 
-def test_another_config_is_another_model(tmp_path):
+@pytest.mark.parametrize("linked", [False, True])
+def test_another_config_is_another_model(tmp_path, linked):
     """Whatever its folder is called: figures of one are not taken for those of the other."""
     folder = shutil.copytree(tiny_checkpoint("StableDiffusion3Pipeline"), tmp_path / "model")
+    if linked:  # as where models have parts in common
+        (folder / "transformer").rename(tmp_path / "elsewhere")
+        (folder / "transformer").symlink_to(tmp_path / "elsewhere")
 
     def key() -> str:
         settings = OmegaConf.to_object(prepare_config(composed(*overrides_of(tmp_path, folder))))
@@ -215,6 +223,24 @@ def test_another_config_is_another_model(tmp_path):
     assert key() == before
     file.write_text(file.read_text().replace('"num_layers": ', '"num_layers": 1'))
     assert key() != before
+
+
+def test_the_adapters_of_one_file_are_two_and_all_our_code_counts():
+    class Other(EmptyModel): ...
+
+    assert key_of([], (EmptyModel,)) != key_of([], (Other,)) != key_of([], (type("Other", (EmptyModel,), {}),))
+    assert Path(json_files.__file__).read_text() in own_code()
+
+
+def test_only_what_was_measured_last_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for number in range(KEPT + 3):
+        known = Remembered(f"{number:03}")
+        known.add({"a": number})
+        os.utime(known.file, (number, number))
+    Remembered("000").add({"a": 0})
+    names = sorted(file.stem for file in known.file.parent.iterdir())
+    assert names == ["000", *(f"{number:03}" for number in range(4, KEPT + 3))]
 
 
 @pytest.mark.slow
@@ -314,7 +340,7 @@ def test_state_on_the_host_is_on_the_device_piece_by_piece(away, pairs, activati
     rank.amounts = SimpleNamespace(pairs=lambda layout: pairs)
     rank.settings = SimpleNamespace(actor_rollout_ref=SimpleNamespace(actor=rank.actor))
     passes = SimpleNamespace(training=lambda *given: Pass(kept=activations))
-    rank.costs = SimpleNamespace(passes=passes, latent_bytes=0, condition_bytes=0)
+    rank.costs = SimpleNamespace(passes=passes, latent_bytes=0, condition_bytes=0, own_part=lambda sequence: 1.0)
     stage = rank.update()
     assert stage.peak == pytest.approx(expected)
     assert stage.host == ({"optimizer state": 16e9} if away else {})

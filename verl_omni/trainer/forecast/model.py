@@ -25,7 +25,6 @@ from verl_omni.utils.model_code import refuse_code
 from verl_omni.workers.engine.module import build_module, on_gpu, resolve_dtypes
 
 GPU = torch.device("cuda")
-CONFIGS = {"model_index.json", "config.json"}
 DECODERS = {"vae", "audio_vae", "vocoder"}
 
 
@@ -51,9 +50,8 @@ class ModelCosts:
         """Of all that figures depend on. The modules of an adapter of the user's own may be of classes that have no
         version: those are built to see which."""
         model, own = self.config, self.adapter.__module__.startswith("verl_omni.")
-        folders = [Path(folder).expanduser() for folder in (model.path, model.config_path) if folder]
-        files = [file for folder in folders for file in sorted(folder.rglob("*.json")) if file.name in CONFIGS]
-        configs = [(file.parent.name, file.read_text()) for file in files]
+        folders = [Path(folder) for folder in (model.path, model.config_path) if folder]
+        configs = [configs_in(folder, model.transformer_subfolder) for folder in folders]
         lora = (model.lora_rank, repr(model.target_modules))
         about = [configs, model.architecture, model.transformer_subfolder, lora, repr(model.pipeline), self.tokens]
         classes = () if own else tuple(type(part) for part in self.model.parts.values())
@@ -77,6 +75,14 @@ class ModelCosts:
             f"decode {rows}{' in tiles' * tiling}", lambda: dataclasses.astuple(self.model.decode(rows, tiling))
         )
         return Pass(*measured)
+
+    def own_part(self, sequence: int) -> float:
+        """Of a forward, on each of so many ranks that share a sample: their part of the tokens that are shared, and all
+        others, such as those of a video's sound. A token of the one is taken to cost what one of the other costs."""
+        if sequence == 1:
+            return 1.0
+        shared = self.adapter.shared_tokens(self.config) / self.adapter.tokens(self.config)
+        return shared / sequence + (1 - shared)
 
     # ---- what a sample is ----------------------------------------------------------------------------
 
@@ -198,6 +204,14 @@ class EmptyModel:
                 made = tuple(part.float() for part in decoded) if several else decoded.float()
                 self.adapter.responses(made, pipe, self.config)
             return Pass(0, live.most, live.flops)
+
+
+def configs_in(folder: Path, *subfolders: str) -> dict[str, str]:
+    """Of a model's folder and its components, which may be links to folders elsewhere."""
+    root = folder.expanduser()
+    files = {root / "model_index.json", root / "config.json", *root.glob("*/config.json")}
+    files |= {root / name / "config.json" for name in subfolders}
+    return {str(file.relative_to(root)): file.read_text() for file in sorted(files) if file.is_file()}
 
 
 def _bytes(module: torch.nn.Module) -> int:

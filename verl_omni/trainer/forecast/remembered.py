@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_omni import pipelines
-from verl_omni.perf import live_bytes
+import verl_omni
 from verl_omni.utils.json_files import read_object
 from verl_omni.utils.user_cache import user_cache
-from verl_omni.workers import engine
 
 PACKAGES = ("torch", "diffusers", "transformers", "peft")
+KEPT = 20  # files: of an older version of anything nobody will ask again
 
 
 class Remembered:
@@ -47,8 +46,15 @@ class Remembered:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             unfinished.write_text(json.dumps(self._known))
             unfinished.replace(self.file)
+            self._forget()
         except OSError:  # a home that cannot be written to: the next plan measures again
             return
+
+    def _forget(self) -> None:
+        """All but the newest files, whatever was left there."""
+        files = {file: file.stat().st_mtime_ns for file in self.file.parent.iterdir()}
+        for file in sorted(files, key=files.get)[:-KEPT]:
+            file.unlink(missing_ok=True)
 
     def _read(self) -> dict[str, Any]:
         try:
@@ -60,18 +66,18 @@ class Remembered:
 def key_of(about: Any, by: tuple[type, ...]) -> str:
     """Of figures that depend on `about` and on the code of `by`, beside ours and that of the packages."""
     versions = [importlib.metadata.version(name) for name in PACKAGES]
-    said = json.dumps([about, [_code(cls) for cls in by], _own_code(), versions])
+    said = json.dumps([about, [_code(cls) for cls in by], own_code(), versions])
     return hashlib.sha256(said.encode()).hexdigest()
 
 
 def _code(cls: type) -> list[str]:
-    """Of a class and those that it stands on, but for what has a version."""
-    theirs = [base for base in cls.__mro__ if base.__module__.partition(".")[0] not in (*PACKAGES, "builtins", "abc")]
-    return [Path(inspect.getfile(base)).read_text() for base in theirs]
+    """Which class it is, and the files of it and of those that it stands on, but for ours and what has a version."""
+    known = (*PACKAGES, "verl_omni", "builtins", "abc")
+    theirs = [base for base in cls.__mro__ if base.__module__.partition(".")[0] not in known]
+    return [cls.__module__, cls.__qualname__, *(Path(inspect.getfile(base)).read_text() for base in theirs)]
 
 
 @functools.cache
-def _own_code() -> list[str]:
-    """Of all that a measured pass may go through."""
-    measured = [Path(__file__).parent, Path(live_bytes.__file__).parent, *pipelines.__path__, *engine.__path__]
-    return [file.read_text() for folder in measured for file in sorted(Path(folder).rglob("*.py"))]
+def own_code() -> list[str]:
+    """All of it: a measured pass may go anywhere."""
+    return [file.read_text() for file in sorted(Path(verl_omni.__file__).parent.rglob("*.py"))]
