@@ -2,6 +2,7 @@
 
 import pytest
 from composed import composed
+from omegaconf import DictConfig
 from tiny_models import tiny_checkpoint
 
 from verl_omni.trainer.checks.preparation import prepare_config
@@ -10,7 +11,7 @@ from verl_omni.trainer.failures import users_mistake
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 
 
-def prepared(*overrides: str, architecture: str = "QwenImagePipeline"):
+def prepared(*overrides: str, architecture: str = "QwenImagePipeline") -> DictConfig:
     given = [
         f"{MODEL}.path={tiny_checkpoint(architecture)}",
         f"{ROLLOUT}.pipeline.height=32",

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_omni.config.schema import DiffusionTrainerConfig
+from verl_omni.trainer.checks.rollout_engine import check_gather, check_share_samples
 from verl_omni.trainer.forecast.ways import Way, Ways, varied
 from verl_omni.workers.layout import Layout
 
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 ROLLOUT, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+GATHER = f"{ROLLOUT}.gather"
 LEAST_GAIN = 0.02  # of a stage's peak: less is not worth a line
 
 
@@ -27,7 +29,21 @@ class Help:
 
 
 def changes(settings: DiffusionTrainerConfig, stage: str) -> Iterator[dict[str, Any]]:
-    """What might help in a stage, what costs least first."""
+    """What might help in a stage and is not refused, what costs least first."""
+    return (change for change in _changes(settings, stage) if _accepted(varied(settings, change)))
+
+
+def _accepted(settings: DiffusionTrainerConfig) -> bool:
+    """By the checks of `train`: ways to draw exclude each other."""
+    try:
+        check_gather(settings)
+        check_share_samples(settings)
+    except ValueError:
+        return False
+    return True
+
+
+def _changes(settings: DiffusionTrainerConfig, stage: str) -> Iterator[dict[str, Any]]:
     arr = settings.actor_rollout_ref
     full = arr.model.lora_rank == 0
     if stage in ("rollout", "decode", "server: rollout", "server: decode"):
@@ -37,8 +53,8 @@ def changes(settings: DiffusionTrainerConfig, stage: str) -> Iterator[dict[str, 
         yield {f"{ACTOR}.engine.fold_lora": False}
         yield {f"{ROLLOUT}.vae_tiling": True}
         if not stage.startswith("server"):
-            yield {f"{ROLLOUT}.gather": "blocks"}
-        if stage == "rollout" and arr.actor.fsdp_config.ulysses_sequence_parallel_size > 1:
+            yield {GATHER: "blocks"}
+        if stage == "rollout":
             yield {f"{ROLLOUT}.share_samples": True}
     if stage == "reference":
         rows = arr.ref.log_prob_micro_batch_size_per_gpu or arr.actor.ppo_micro_batch_size_per_gpu
@@ -73,14 +89,23 @@ def helps(ways: Ways, layout: Layout, stage: str) -> list[Help]:
             found = [other for other in found if other.change.keys() != change.keys()]
             found.append(Help(change, with_it, ways.card.holds(with_it)))
     if not any(help.fits for help in found):
-        together: dict[str, Any] = {}
-        for help in found:
-            together |= help.change
-            peak = _peak(ways.asked(layout, varied(ways.settings, together)), stage)
-            if ways.card.holds(peak):
-                found.append(Help(together, peak, True))
-                break
+        found += _together(ways, layout, stage, found)
     return found
+
+
+def _together(ways: Ways, layout: Layout, stage: str, found: list[Help]) -> list[Help]:
+    """The first so many of them with which it fits. Block by block is tried first, and what excludes it after that."""
+    for order in (found, sorted(found, key=lambda help: GATHER in help.change)):
+        together: dict[str, Any] = {}
+        for help in order:
+            settings = varied(ways.settings, together | help.change)
+            if not _accepted(settings):
+                continue
+            together |= help.change
+            peak = _peak(ways.asked(layout, settings), stage)
+            if ways.card.holds(peak):
+                return [Help(together, peak, True)]
+    return []
 
 
 def _peak(way: Way, stage: str) -> float:

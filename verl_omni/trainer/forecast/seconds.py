@@ -57,7 +57,9 @@ class StepTime:
         if self.settings.reward.input == "decoded":
             one = self.costs.decode(1, rollout.vae_tiling).forward
             decode = images * (1 + pool / rollout.n) * one / self.rates.decode
-        eager = 1 if compiles(self.settings, together.sequence if together else 1) else measured.EAGER_FORWARD
+        # A rank that shares samples in training has no compiled blocks, whoever draws.
+        compiled = compiles(self.settings, shared.sequence if shared else 1)
+        eager = 1 if compiled else measured.EAGER_FORWARD
         one = self._forward(rows, self.rates.denoise * eager, together)
         if shared is not None and rollout.gather == "blocks":
             one = self._spread(one, shared, passes=1)
@@ -84,7 +86,7 @@ class StepTime:
         cost = self.costs.passes.training(rows, checkpointing, compiled)
         flops = cost.forward + cost.backward
         launch = self.rates.launch_forward * (1 + checkpointing) + self.rates.launch_backward
-        one = max(flops / layout.sequence / update_rate, self.costs.weights.blocks * launch)
+        one = max(flops * self.costs.own_part(layout.sequence) / update_rate, self.costs.weights.blocks * launch)
         micros = math.ceil(pairs / rows)
         first = micros * self._spread(one, layout, passes=2)
         unguided = micros * self._forward(rows, forward_rate, layout) if self.amounts.guided else 0.0
@@ -102,7 +104,7 @@ class StepTime:
 
     def _forward(self, rows: int, rate: float, layout: Layout | None = None) -> float:
         """One, without a gradient. The host may be slower than the device."""
-        flops = self.costs.passes.forward(rows).forward / (layout.sequence if layout else 1)
+        flops = self.costs.passes.forward(rows).forward * self.costs.own_part(layout.sequence if layout else 1)
         return max(flops / rate, self.costs.weights.blocks * self.rates.launch_forward)
 
     def _spread(self, seconds: float, layout: Layout, passes: int) -> float:

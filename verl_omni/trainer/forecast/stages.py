@@ -130,7 +130,7 @@ class RankMemory:
             yield from self.drawing()
         if self.amounts.reference:
             rows = min(self.ref.log_prob_micro_batch_size_per_gpu or self.micro, self.amounts.pairs(self.layout))
-            forward = {"forward": self.costs.passes.forward(rows).extra / self.layout.sequence}
+            forward = {"forward": self.costs.passes.forward(rows).extra * self.costs.own_part(self.layout.sequence)}
             yield Stage("reference", self.share | self.held | self.spread | forward)
         yield self.update()
         if self.servers:
@@ -164,8 +164,8 @@ class RankMemory:
     def drawing(self) -> Iterator[Stage]:
         there = self.share | self.held | self.for_rollout
         forward = self.costs.passes.forward(self.rows_drawn).extra
-        shared = self.layout.sequence if self.rollout.share_samples else 1
-        yield Stage("rollout", there | {"forward": forward / shared})
+        sequence = self.layout.sequence if self.rollout.share_samples else 1
+        yield Stage("rollout", there | {"forward": forward * self.costs.own_part(sequence)})
         rows = min(equal_parts(self.rollout.max_num_seqs, DECODED_AT_ONCE), self.amounts.images)
         yield Stage("decode", there | {"decoder": self.costs.decode(rows, self.rollout.vae_tiling).extra})
 
@@ -177,7 +177,8 @@ class RankMemory:
         rows = min(self.micro, self.amounts.pairs(self.layout))
         compiled = compiles(self.settings, self.layout.sequence)
         cost = self.costs.passes.training(rows, self.model.enable_gradient_checkpointing, compiled)
-        activations, working = cost.kept / self.layout.sequence, cost.extra / self.layout.sequence
+        own = self.costs.own_part(self.layout.sequence)
+        activations, working = cost.kept * own, cost.extra * own
         gradients = self.weights.trained_bytes(self.parts)
         taken = rows * (LATENTS_OF_A_PAIR * self.costs.latent_bytes + self.costs.condition_bytes)
         state, piece, host = gradients * optimizer_ratio(self.actor.optim), 0.0, {}

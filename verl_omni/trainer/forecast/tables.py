@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from verl_omni.perf.rates import USABLE
 from verl_omni.trainer.forecast.forecast import Forecast
+from verl_omni.trainer.forecast.overrides import overrides
 from verl_omni.trainer.forecast.stages import GIB, RankMemory, Stage, not_counted
 from verl_omni.trainer.forecast.ways import Way
 
@@ -99,4 +100,4 @@ def other_ways(forecast: Forecast) -> Iterator[str]:
     if best is None:
         yield "\nNone fits: more GPUs, or the settings above."
     else:
-        yield "\nFor the marked one: " + " ".join(best.overrides)
+        yield "\nFor the marked one: " + " ".join(overrides(best, forecast.ways.settings))

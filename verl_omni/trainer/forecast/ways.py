@@ -17,8 +17,6 @@ from verl_omni.trainer.forecast.seconds import Seconds, StepTime
 from verl_omni.trainer.forecast.stages import RankMemory, ServerMemory, Stage
 from verl_omni.workers.layout import Layout
 
-FSDP = "actor_rollout_ref.actor.fsdp_config"
-
 
 @dataclass(frozen=True)
 class Card:
@@ -53,24 +51,6 @@ class Way:
         if not self.servers:
             return draw + learn
         return max(draw, learn, (draw + learn) / UNDER_WAY[self.mode])
-
-    @property
-    def overrides(self) -> list[str]:
-        """What to type for it."""
-        layout, each = self.layout, self.layout.shard * self.layout.sequence
-        found = [*_devices("trainer", layout.world)]
-        if layout.replicate > 1:
-            found.append(f"{FSDP}.fsdp_size={each}")
-        if layout.sequence > 1:
-            found.append(f"{FSDP}.ulysses_sequence_parallel_size={layout.sequence}")
-        if self.servers:
-            found += [f"trainer.mode={self.mode}", *_devices("actor_rollout_ref.rollout", self.servers)]
-        return found
-
-
-def _devices(where: str, count: int) -> list[str]:
-    nodes = 1 if count % 8 else max(1, count // 8)
-    return [f"{where}.n_gpus_per_node={count // nodes}"] + ([f"{where}.nnodes={nodes}"] if nodes > 1 else [])
 
 
 class Ways:

@@ -1,0 +1,119 @@
+"""What a plan advises is what `train` takes, and what the engine does with it."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+from refusals import prepared
+
+from verl_omni.config.schema import DiffusionTrainerConfig
+from verl_omni.perf.rates import EAGER_FORWARD, rates
+from verl_omni.trainer.forecast.amounts import amounts
+from verl_omni.trainer.forecast.knobs import changes, helps
+from verl_omni.trainer.forecast.model import ModelCosts
+from verl_omni.trainer.forecast.overrides import overrides
+from verl_omni.trainer.forecast.passes import Pass
+from verl_omni.trainer.forecast.seconds import Seconds, StepTime
+from verl_omni.trainer.forecast.stages import Stage
+from verl_omni.trainer.forecast.ways import Card, Way, Ways
+from verl_omni.workers.engine.registry import layout_of
+from verl_omni.workers.layout import Layout
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ULYSSES = f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"
+BATCH = ("data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=2", f"{ROLLOUT}.n=4")
+FOUR = (*BATCH, "trainer.n_gpus_per_node=4")
+SHARED, TOGETHER, BLOCKS = f"{ULYSSES}=2", f"{ROLLOUT}.share_samples=true", f"{ROLLOUT}.gather=blocks"
+SERVED = (*BATCH, "trainer.n_gpus_per_node=2")
+ENGINE = f"{ACTOR}.engine"
+
+
+def settings_of(*given: str) -> DiffusionTrainerConfig:
+    return OmegaConf.to_object(prepared(*given))
+
+
+class Listed(Ways):
+    """The ways, of which nothing is measured."""
+
+    def way(self, layout: Layout, servers: int = 0, mode: str = "colocated", settings=None) -> Way:
+        return Way(mode, layout, servers, (Stage("load", {}),), Seconds(), Seconds(), True)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        (*FOUR, SHARED, TOGETHER, f"{ACTOR}.fsdp_config.fsdp_size=2"),
+        pytest.param((*FOUR, BLOCKS, f"{ENGINE}.compile_ahead=true"), marks=pytest.mark.slow),
+        pytest.param(
+            (*FOUR, "actor_rollout_ref.model.lora_rank=4", f"{ENGINE}.fold_lora=true"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            (*SERVED, "actor_rollout_ref.hybrid_engine=false", "rollout.n_gpus_per_node=2"), marks=pytest.mark.slow
+        ),
+        (*SERVED, "trainer.mode=fully_async", f"{ROLLOUT}.n_gpus_per_node=2", "trainer.stale_groups=keep"),
+    ],
+)
+def test_train_takes_every_way_that_is_listed(given):
+    settings = settings_of(*given)
+    found = Listed(settings, (9, 9), Card(rates("h200", None), 1.0)).all(4)
+    assert {(way.layout.sequence, way.servers > 0) for way in found} == {(1, False), (2, False), (1, True), (2, True)}
+    for way in found:
+        taken = settings_of(*given, *overrides(way, settings))
+        rollout, trainer = taken.actor_rollout_ref.rollout, taken.trainer
+        servers = 0 if trainer.mode == "colocated" else rollout.n_gpus_per_node * (rollout.nnodes or 1)
+        assert (layout_of(taken), trainer.mode, servers) == (way.layout, way.mode, way.servers)
+
+
+SAVED = {"gather": ("blocks", 30), "share_samples": (True, 40), "encoder_offload": (True, 20)}
+
+
+def peak_of(settings: DiffusionTrainerConfig) -> float:
+    rollout = settings.actor_rollout_ref.rollout
+    return 100 - sum(saved for name, (value, saved) in SAVED.items() if getattr(rollout, name) == value)
+
+
+@pytest.mark.parametrize(
+    ("memory", "enough"), [(52, {"gather", "encoder_offload"}), (41, {"share_samples", "encoder_offload"}), (11, set())]
+)
+def test_what_excludes_each_other_is_not_advised_together(memory, enough):
+    """Block by block, or several to a sample: each where the other is off."""
+    settings = settings_of(*FOUR, SHARED)
+
+    def asked(layout: Layout, settings: DiffusionTrainerConfig = settings) -> SimpleNamespace:
+        return SimpleNamespace(stages=[Stage("rollout", {"all": peak_of(settings)})])
+
+    card = SimpleNamespace(holds=lambda peak: peak < memory)
+    found = helps(SimpleNamespace(settings=settings, asked=asked, card=card), layout_of(settings), "rollout")
+    assert [{name.rpartition(".")[2] for name in help.change} for help in found if help.fits] == [enough] * bool(enough)
+    assert {name.rpartition(".")[2] for help in found for name in help.change} == SAVED.keys()
+    for help in found:
+        prepared(*FOUR, SHARED, *help.typed.split())
+    for given, other in ((BLOCKS, "share_samples"), (TOGETHER, "gather")):
+        tried = changes(settings_of(*FOUR, SHARED, given), "rollout")
+        assert f"{ROLLOUT}.{other}" not in {name for change in tried for name in change}
+
+
+@pytest.mark.parametrize("drawn", [(), (TOGETHER,)])
+def test_ranks_that_share_samples_draw_without_compiled_blocks(drawn):
+    """As the engine has it: what it does not compile for training is not compiled for drawing."""
+    settings = settings_of(*FOUR, SHARED, *drawn)
+    passes = SimpleNamespace(forward=lambda rows: Pass(forward=1e15 * rows))
+    costs = SimpleNamespace(
+        passes=passes, decode=lambda *given: Pass(), weights=SimpleNamespace(blocks=0), own_part=lambda n: 1 / n
+    )
+    one_a_row = dataclasses.replace(amounts(settings), images=4)
+    time = StepTime(costs, settings, one_a_row, rates("h200", None))
+    alone, shared = (time.drawing(4, layout).denoise for layout in (Layout(shard=4), Layout(shard=2, sequence=2)))
+    assert shared == pytest.approx(alone / EAGER_FORWARD)
+    assert time.drawing(4).denoise == alone  # rollout servers share nothing
+
+
+def test_tokens_that_are_not_shared_are_whole_on_each_rank():
+    """Of a video with sound, where 60 of 80 tokens are the video's."""
+    costs = object.__new__(ModelCosts)
+    costs.config = None
+    costs.adapter = SimpleNamespace(shared_tokens=lambda config: 60, tokens=lambda config: 80)
+    assert [costs.own_part(ranks) for ranks in (1, 2, 4)] == [1, 50 / 80, 35 / 80]
+    costs.adapter.shared_tokens = costs.adapter.tokens
+    assert costs.own_part(4) == 1 / 4
