@@ -23,6 +23,7 @@ def test_a_signal_while_ray_starts(tmp_path):
     assert last == "stopped by SIGTERM during the start of Ray; nothing was saved yet; details in run/run.log"
 
 
+@pytest.mark.slow  # it waits for Ray's processes to end by themselves; test_failures.py has later kills
 def test_a_kill_while_ray_starts(tmp_path):
     """Nobody can say a word, and Ray's processes end by themselves."""
     user_folder(tmp_path)
