@@ -1,3 +1,4 @@
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -8,7 +9,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from verl_omni.config import DiffusionRolloutConfig
 from verl_omni.perf.flops import FlopMeter, count_flops, count_in_a_process
+from verl_omni.workers.diffusion_worker import DiffusionWorker
+from verl_omni.workers.layout import Layout
 
 
 def transformer() -> SD3Transformer2DModel:
@@ -52,6 +56,24 @@ def test_costs_are_those_of_torchs_counter(monkeypatch):
     meter._thread.shutdown(wait=True)
     without_gradient, _ = counted
     assert meter.take() + 3 * count_flops(*without_gradient) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("stage", "share_samples", "part"),
+    [("update_actor", False, 4), ("ref", True, 4), ("gen", True, 4), ("gen", False, 1)],
+)
+def test_ranks_that_share_a_sample_have_done_a_part_of_it(stage, share_samples, part, monkeypatch):
+    """Rows are counted before they are cut. Where ranks draw samples of their own, each computes all of them."""
+    monkeypatch.setattr("verl_omni.perf.flops.count_in_a_process", lambda call: 8.0)
+    module = transformer()
+    worker = SimpleNamespace(flop_meter=FlopMeter([module]), flops={})
+    worker.engine = SimpleNamespace(layout=Layout(sequence=4))
+    worker.rollout_config = DiffusionRolloutConfig(share_samples=share_samples)
+    with torch.no_grad():
+        call(module, 3)
+    worker.flop_meter._thread.shutdown(wait=True)
+    DiffusionWorker._count_flops(worker, stage)
+    assert worker.flops == {stage: 3 * 8.0 / part}
 
 
 def test_what_cannot_be_counted_is_said(monkeypatch):

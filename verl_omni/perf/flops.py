@@ -45,8 +45,9 @@ class FlopMeter:
         for part in parts:
             part.register_forward_pre_hook(self._count, with_kwargs=True)
 
-    def take(self) -> float | None:
-        """FLOPs since the last call; None as long as a cost is not known."""
+    def take(self, ranks: int = 1) -> float | None:
+        """FLOPs of this rank since the last call, where so many had a share of each row; None as long as a cost is not
+        known."""
         rows, self._rows = self._rows, {}
         if self._failed or not all(self._costs[key].done() for key in rows):
             return None
@@ -55,7 +56,7 @@ class FlopMeter:
             self._failed = True
             warnings.warn(f"perf/mfu and perf/tflops are left out: {error}", stacklevel=2)
             return None
-        return sum(count * self._costs[key].result() for key, count in rows.items())
+        return sum(count * self._costs[key].result() for key, count in rows.items()) / ranks
 
     def _count(self, part: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         grad = torch.is_grad_enabled()

@@ -364,7 +364,8 @@ class DiffusionWorker(Worker):
 
     def _count_flops(self, stage: str) -> None:
         if self.flop_meter is not None:
-            self.flops[stage] = self.flop_meter.take()
+            shared = stage != "gen" or self.rollout_config.share_samples
+            self.flops[stage] = self.flop_meter.take(self.engine.layout.sequence if shared else 1)
 
     def _choose_old_log_probs(self, stale: bool) -> OldLogProbs | None:
         """What this update compares with, said once and whenever it changes; None for a loss that has no use for it."""
