@@ -55,6 +55,7 @@ def data(tmp_path_factory) -> Path:
         "no_image": [row()] * 7 + [row(images=["/no/such.png"])],
         "text_as_image": [row()] * 7 + [row(images=[str(folder / "prompts.txt")])],
         "images_number": [row()] * 7 + [row(images=3)],
+        "nine_tokens": [row()] * 7 + [row(height=48, width=48)],
     }
     for name, rows in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -94,6 +95,9 @@ def config(data: Path, *overrides: str):
 
 A = "actor_rollout_ref."
 JUDGE = ["reward.reward_model.enable=true", "reward.reward_model.model_path=/m", "reward.scorers=[{name: vlm_judge}]"]
+TWO = ["trainer.n_gpus_per_node=2", f"{A}actor.fsdp_config.ulysses_sequence_parallel_size=2"]
+TOGETHER = [*TWO, f"{A}rollout.share_samples=true"]
+NINE = "ulysses_sequence_parallel_size=2 does not divide the 9 tokens of a sample of height=48 width=48"
 CASES = {
     # files
     "no model": (["actor_rollout_ref.model.path=null"], "actor_rollout_ref.model.path is not set"),
@@ -213,6 +217,12 @@ CASES = {
     # numbers
     "height": ([f"{A}rollout.pipeline.height=40"], "height=40 is no multiple of 16 (vae_scale_factor * 2): try 32 or"),
     "width of validation": ([f"{A}rollout.val_kwargs.pipeline.width=8"], "val_kwargs.pipeline.width=8 is no multiple"),
+    "validation that cannot be shared": (
+        [*TOGETHER, *(f"{A}rollout.val_kwargs.pipeline.{side}=48" for side in ("height", "width"))],
+        f"{NINE} (validation's, which is drawn with",
+    ),
+    "row that cannot be shared": ([*TWO, "data.train_files={data}/nine_tokens.jsonl"], NINE),
+    "row of validation that cannot be shared": ([*TOGETHER, "data.val_files={data}/nine_tokens.jsonl"], NINE),
     "steps": ([f"{A}rollout.pipeline.num_inference_steps=0"], "num_inference_steps=0"),
     "batch": (["data.train_batch_size=6", f"{A}actor.ppo_mini_batch_size=4"], "is no multiple of"),
     "ranks": (["trainer.n_gpus_per_node=3", f"{A}rollout.n=4"], "do not divide among 3 devices"),

@@ -7,12 +7,18 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_omni.config import DiffusionModelConfig, DiffusionPipelineConfig, validation_pipeline
+from verl_omni.config import (
+    DiffusionActorConfig,
+    DiffusionModelConfig,
+    DiffusionPipelineConfig,
+    validation_pipeline,
+)
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.settings import check_size
 from verl_omni.trainer.callbacks import callback_class
 from verl_omni.trainer.checks.correction import without_weights
 from verl_omni.trainer.checks.preparation import prepare_config
+from verl_omni.trainer.checks.workers import check_even
 from verl_omni.trainer.run_folder.resuming import Start, plan_start
 from verl_omni.utils.hub import model_folder
 from verl_omni.utils.suggest import unknown
@@ -74,12 +80,16 @@ def check_data(config: DictConfig) -> None:
             f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         ) from error
     rollout = OmegaConf.to_object(config.actor_rollout_ref.rollout)
-    both = (("data.train_files", train, rollout.pipeline), ("data.val_files", val, validation_pipeline(rollout)))
-    for key, dataset, pipeline in both:
+    actor = OmegaConf.to_object(config.actor_rollout_ref.actor)
+    both = (
+        ("data.train_files", train, rollout.pipeline, True),
+        ("data.val_files", val, validation_pipeline(rollout), rollout.share_samples),
+    )
+    for key, dataset, pipeline, shared in both:
         if dataset is None:
             continue
         for where, asked in dataset.sizes():
-            check_row_size(where, dataclasses.replace(pipeline, **asked), model_config)
+            check_row_size(where, dataclasses.replace(pipeline, **asked), model_config, actor if shared else None)
         dataset.check_unseen()
         least, most = adapter.images_of_a_prompt(model_config)
         if "images" in dataset.columns:
@@ -101,8 +111,13 @@ def check_data(config: DictConfig) -> None:
                     tokenize(tokenizers, text, limit)
 
 
-def check_row_size(where: str, pipeline: DiffusionPipelineConfig, model: DiffusionModelConfig) -> None:
-    """The model can draw the size that a row asks for."""
+def check_row_size(
+    where: str,
+    pipeline: DiffusionPipelineConfig,
+    model: DiffusionModelConfig,
+    sharing: DiffusionActorConfig | None = None,
+) -> None:
+    """The model can draw the size that a row asks for, and ranks can share such a sample, where any do."""
     adapter = DiffusionModelBase.get_class(model)
     for name in ("num_frames", "audio_duration_s"):
         if (value := getattr(pipeline, name)) is not None and name not in adapter.pipeline_knobs(model):
@@ -110,6 +125,8 @@ def check_row_size(where: str, pipeline: DiffusionPipelineConfig, model: Diffusi
     check_size(f"{where}: ", pipeline, model)
     try:
         adapter.check(dataclasses.replace(model, pipeline=pipeline))
+        if sharing is not None:
+            check_even(pipeline, model, sharing)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 

@@ -16,9 +16,11 @@ import torch
 from verl_omni.config import (
     DiffusionActorConfig,
     DiffusionModelConfig,
+    DiffusionPipelineConfig,
     DiffusionRolloutConfig,
     EngineConfig,
     OptimizerConfig,
+    validation_pipeline,
 )
 from verl_omni.config.knob import typed
 from verl_omni.config.schema import DiffusionTrainerConfig, TrainerConfig
@@ -79,6 +81,9 @@ def check_workers(settings: DiffusionTrainerConfig) -> None:
         check_veomni(arr.model, arr.actor)
     elif arr.actor.fsdp_config.ulysses_sequence_parallel_size > 1:
         check_shared_sequence(arr.model, arr.actor)
+    if arr.rollout.share_samples and settings.data.val_files is not None:
+        whose = " (validation's, which is drawn with actor_rollout_ref.rollout.share_samples=true too)"
+        check_even(validation_pipeline(arr.rollout), arr.model, arr.actor, whose)
 
 
 def check_trackers(trainer: TrainerConfig) -> None:
@@ -192,8 +197,7 @@ def _empty_module(name: str, config: str) -> torch.nn.Module:
 
 def check_shared_sequence(model: DiffusionModelConfig, actor: DiffusionActorConfig) -> None:
     """diffusers can cut the model's samples into equal shares, and its attention heads too."""
-    ranks = actor.fsdp_config.ulysses_sequence_parallel_size
-    where = f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={ranks}"
+    ranks, where = shared_by(actor)
     parts = empty_modules(model)
     adapter = DiffusionModelBase.get_class(model)
     for part in parts:
@@ -215,9 +219,8 @@ def check_veomni(model: DiffusionModelConfig, actor: DiffusionActorConfig) -> No
     parts = empty_modules(model)
     for part in parts:
         check_transformer(part)
-    ranks = actor.veomni_config.ulysses_parallel_size
+    ranks, where = shared_by(actor)
     if ranks > 1:
-        where = f"actor_rollout_ref.actor.veomni_config.ulysses_parallel_size={ranks}"
         _check_shares(model, actor, parts, ranks, where)
 
 
@@ -237,10 +240,31 @@ def _check_shares(
         if part.config.num_attention_heads % ranks:
             heads = part.config.num_attention_heads
             raise ValueError(f"{where} does not divide the {heads} attention heads of {type(part).__name__}")
-    if (tokens := adapter.shared_tokens(model)) % ranks:
-        size = {k: v for k, v in dataclasses.asdict(model.pipeline).items() if k in SIZES and v is not None}
-        said = " ".join(f"{name}={value}" for name, value in size.items())
+    check_even(model.pipeline, model, actor)
+
+
+def check_even(
+    pipeline: DiffusionPipelineConfig, model: DiffusionModelConfig, actor: DiffusionActorConfig, whose: str = ""
+) -> None:
+    """Ranks that share samples have equal shares of one of this size."""
+    ranks, where = shared_by(actor)
+    if ranks == 1:
+        return
+    tokens = DiffusionModelBase.get_class(model).shared_tokens(dataclasses.replace(model, pipeline=pipeline))
+    if tokens % ranks:
+        size = {k: v for k, v in dataclasses.asdict(pipeline).items() if k in SIZES and v is not None}
+        said = " ".join(f"{name}={value}" for name, value in size.items()) + whose
         raise ValueError(f"{where} does not divide the {tokens} tokens of a sample of {said}: choose another size")
+
+
+def shared_by(actor: DiffusionActorConfig) -> tuple[int, str]:
+    """How many ranks share each sample, and the setting that says so. An engine from outside has none."""
+    if actor.strategy == "veomni":
+        section, name = "veomni_config", "ulysses_parallel_size"
+    else:
+        section, name = "fsdp_config", "ulysses_sequence_parallel_size"
+    ranks = getattr(getattr(actor, section), name)
+    return ranks, f"actor_rollout_ref.actor.{section}.{name}={ranks}"
 
 
 def check_targets(targets: Any, part: torch.nn.Module) -> None:
