@@ -262,7 +262,8 @@ def ltx2() -> "DiffusionPipeline":
 
 @register_builder("LTX2Pipeline-2.3")
 def ltx2_3() -> "DiffusionPipeline":
-    """Gates in attention, text that is modulated by time and projected before the transformer, sound at 16 kHz."""
+    """Gates in attention, text that is modulated by time and projected before the transformer, positions in two halves,
+    sound at 16 kHz."""
     from diffusers import LTX2Pipeline
     from diffusers.pipelines.ltx2.vocoder import LTX2VocoderWithBWE
 
@@ -281,6 +282,7 @@ def ltx2_3() -> "DiffusionPipeline":
             "cross_attn_mod": True,
             "audio_cross_attn_mod": True,
             "use_prompt_embeddings": False,
+            "rope_type": "split",
         },
     )
     sizes = {"hidden_channels": 8, "resnet_kernel_sizes": [3], "resnet_dilations": [[1]]}
