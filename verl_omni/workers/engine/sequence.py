@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from diffusers import ContextParallelConfig, ParallelConfig
 from diffusers.hooks.context_parallel import apply_context_parallel, remove_context_parallel
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl_omni.pipelines.shared_tokens import TokenPlan
 from verl_omni.workers.layout import Layout
@@ -30,11 +30,16 @@ class SharedSequence:
     def __init__(self, plans: Mapping[torch.nn.Module, TokenPlan], layout: Layout, device: torch.device):
         self.plans, self.ranks = plans, layout.sequence
         ranks = init_device_mesh(device.type, (layout.data, 1, self.ranks), mesh_dim_names=("data", "ring", "ulysses"))
-        mesh, self.group = ranks["ring", "ulysses"], ranks.get_group("ulysses")
+        mesh = ranks["ring", "ulysses"]
+        # Not the mesh's: where all ranks share a sample that is the group of all, and a forward that fails leaves it.
+        self.group, _ = dist.new_subgroups(self.ranks)
+        own = DeviceMesh.from_group(self.group, device.type, mesh_dim_names=("ulysses",))
         for part, plan in plans.items():
             # As `part.enable_parallelism` has it, which in newer versions asks for an accelerator.
             part._parallel_config = ParallelConfig(ContextParallelConfig(ulysses_degree=self.ranks, mesh=mesh))
             part._parallel_config.setup(dist.get_rank(), dist.get_world_size(), device, mesh=mesh)
+            config = part._parallel_config.context_parallel_config
+            config._ulysses_mesh = config._flattened_mesh = own
             part.register_forward_pre_hook(self._make_even, with_kwargs=True)
             part.register_forward_hook(functools.partial(self._share_gradients, plan))
             for attention in plan.exchanging(part):

@@ -124,7 +124,7 @@ class DiffusersFSDPEngine(DiffusionEngine):
 
     @functools.cached_property
     def _together(self) -> Together:
-        return Together(self.parts.values(), self.layout, self.device, self.autocast)
+        return Together(self.parts.values(), self.layout, self.device, self.autocast, [self.sequence.group])
 
     @functools.cached_property
     def in_step(self) -> InStep:
