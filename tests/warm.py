@@ -52,7 +52,6 @@ READ_LATER = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_enable_pipe_based_agent_to_parent_health_check", "SPT_NOENV",
     "VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM", "VERL_OMNI_HOME", "VERL_OMNI_HOME_KEY",  # set by a run; no vLLM here
     "LD_PRELOAD",  # of its daemons, to measure their memory
-    "CUDA_VISIBLE_DEVICES",  # which GPUs Ray gives to a process: there are none here
 }  # fmt: skip
 # Ray's C++ reads these when it is loaded and never again. A worker of no job takes any; it looks whether a process of
 # this number is there, where it would look after its raylet, and warm_fork.py does that.
