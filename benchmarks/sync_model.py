@@ -49,52 +49,27 @@ def build(folder: str | Path) -> Path:
 
 
 def untrained() -> "DiffusionPipeline":
-    from diffusers import (
-        AutoencoderKLLTX2Video,
-        FlowMatchEulerDiscreteScheduler,
-        LTX2Pipeline,
-        LTX2VideoTransformer3DModel,
-    )
+    from diffusers import FlowMatchEulerDiscreteScheduler, LTX2Pipeline
 
     from verl_omni.testing.tiny_videos import ltx2_parts
 
     parts = ltx2_parts()
-    parts["vae"] = AutoencoderKLLTX2Video(
-        latent_channels=CHANNELS,
-        block_out_channels=(8,),
-        down_block_types=("LTX2VideoDownBlock3D",),
-        decoder_block_out_channels=(8,),
-        layers_per_block=(1, 1),
-        decoder_layers_per_block=(1, 1),
-        spatio_temporal_scaling=(True,),
-        decoder_spatio_temporal_scaling=(True,),
-        decoder_inject_noise=(False, False),
-        downsample_type=("spatiotemporal",),
-        upsample_type=("spatiotemporal",),
-        upsample_residual=(False,),
-        upsample_factor=(1,),
-        patch_size=8,
-        decoder_spatial_padding_mode="zeros",
-    )
-    parts["transformer"] = LTX2VideoTransformer3DModel(
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
-        num_attention_heads=2,
+    parts["vae"] = made_like(parts["vae"], patch_size=8)
+    parts["transformer"] = made_like(
+        parts["transformer"],
         attention_head_dim=16,
         cross_attention_dim=32,
-        vae_scale_factors=(2, 16, 16),
-        audio_in_channels=CHANNELS,
-        audio_out_channels=CHANNELS,
-        audio_num_attention_heads=2,
         audio_attention_head_dim=16,
         audio_cross_attention_dim=32,
-        audio_sampling_rate=8000,
-        audio_hop_length=80,
-        num_layers=2,
-        caption_channels=16,
+        vae_scale_factors=(2, 16, 16),
     )
     parts["scheduler"] = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_shift=0.0, max_shift=0.0)
     return LTX2Pipeline(**parts)
+
+
+def made_like(module: torch.nn.Module, **but: Any) -> torch.nn.Module:
+    """Another of its kind, with random weights of its own."""
+    return type(module).from_config(dict(module.config) | but)
 
 
 @torch.no_grad()
