@@ -1,12 +1,16 @@
 """The tiny LTX-2 of the benchmark `sync`: what its clips show and let be heard."""
 
+import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from benchmarks import sync_model
 from verl_omni.pipelines.ltx2.adapter import LTX2, Geometry
 from verl_omni.rewards.scorers.audio_video_sync import compute_score_audio_video_sync, motion
 
 
+@pytest.mark.skipif(Version(transformers.__version__) >= Version("5.11"), reason="it draws other random decoders")
 @torch.no_grad()
 def test_a_picture_moves_where_it_changes_and_the_reward_hears_what_begins_there(monkeypatch):
     size = Geometry(sync_model.LATENT_FRAMES, 1, 1, sync_model.SOUND_LATENTS)

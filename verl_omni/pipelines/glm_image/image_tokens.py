@@ -20,9 +20,8 @@ def asked(processor: Any, prompt: str) -> list[int]:
 
 def target(processor: Any, height: int, width: int) -> tuple[list[int], list[tuple[int, int]]]:
     """(ids after the prompt that say how large, grids of the image and of its preview)."""
-    tail, *sides = processor._build_prompt_with_target_shape("", height=height, width=width, is_text_to_image=True)
-    ids = processor.tokenizer(tail, add_special_tokens=False).input_ids
-    return ids, [(sides[0], sides[1]), (sides[2], sides[3])]
+    told = processor(text=[""], target_h=height, target_w=width, add_special_tokens=False)
+    return told["input_ids"][0], [(rows, columns) for _, rows, columns in told["image_grid_thw"].tolist()]
 
 
 @torch.no_grad()
