@@ -36,6 +36,19 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def behind_a_link(folder: Path, change) -> None:
+    """The text encoder in a hidden folder, which a link names."""
+    change((folder / "text_encoder").rename(folder / ".hidden"))
+    (folder / "text_encoder").symlink_to(".hidden")
+
+
+def elsewhere(folder: Path, name: str) -> Path:
+    place = folder.with_name("elsewhere")
+    place.mkdir()
+    write(place / name, "")
+    return place
+
+
 INDEX, CONFIG = "model_index.json", "transformer/config.json"
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 CASES = {
@@ -118,6 +131,23 @@ CASES = {
         lambda f: edit(f / "text_encoder/config.json", attn_implementation="someone/kernel"),
         'has "attn_implementation": \'someone/kernel\', a kernel that would be downloaded and run',
     ),
+    "a config in the place of another": (
+        lambda f: edit(f / "text_encoder/config.json", configuration_files=["config.4.0.0.json"]),
+        'has "configuration_files": [',
+    ),
+    "a kernel behind a link": (
+        lambda f: behind_a_link(f, lambda p: edit(p / "config.json", _attn_implementation="someone/kernel")),
+        "text_encoder/config.json has \"_attn_implementation\": 'someone/kernel'",
+    ),
+    "a program behind a link": (
+        lambda f: behind_a_link(f, lambda p: write(p / "helper.py", "")), "text_encoder/helper.py is a program"
+    ),
+    "a program behind two links": (
+        lambda f: behind_a_link(f, lambda p: (p / "more").symlink_to(elsewhere(f, "helper.py"))),
+        "text_encoder/more/helper.py is a program",
+    ),
+    "a link to where it lies": (lambda f: (f / "vae/more").symlink_to(f), "vae/more is a link to a folder"),
+    "a link to itself": (lambda f: (f / "vae/more").symlink_to("."), "vae/more is a link to a folder that it lies"),
     "a scheduler of its own": (
         lambda f: edit(f / "scheduler/scheduler_config.json", _class_name=["mine", "Mine"]), 'has "_class_name": [',
     ),
@@ -188,4 +218,18 @@ def test_what_lies_in_hidden_folders_is_nobodys(tmp_path):
     folder = shutil.copytree(tiny_checkpoint(QWEN), tmp_path / "model")
     (folder / ".git/hooks").mkdir(parents=True)
     (folder / ".git/hooks/run.py").write_text("")
+    check_model_folder(DiffusionModelConfig(path=str(folder)))
+
+
+def test_folders_and_files_behind_links_are_models_too(tmp_path):
+    """A component that several models share, and the files of a hub's cache."""
+    folder, blobs = shutil.copytree(tiny_checkpoint(QWEN), tmp_path / "model"), tmp_path / "blobs"
+    blobs.mkdir()
+    (folder / "vae").rename(tmp_path / "vae")
+    (folder / "vae").symlink_to("../vae")
+    for number, path in enumerate(sorted(p for p in folder.rglob("*") if p.is_file())):
+        path.rename(blobs / str(number))
+        path.symlink_to(os.path.relpath(blobs / str(number), path.parent))
+    for again in ("one", "two"):
+        (folder / again).symlink_to("vae")
     check_model_folder(DiffusionModelConfig(path=str(folder)))

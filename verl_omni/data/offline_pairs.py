@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.utils.arrays import object_array
+from verl_omni.utils.folders import visible_files
 from verl_omni.utils.json_files import read_object
 
 MANIFEST = "manifest.json"
@@ -125,7 +126,7 @@ def model_fingerprint(path: str | Path, trained: Iterable[str]) -> str:
     for component in sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")):
         if component.name in (*trained, "scheduler"):
             continue
-        for part in sorted(p for p in component.rglob("*") if p.is_file()):
+        for part in sorted(p for p in visible_files(component) if p.is_file()):
             size = part.stat().st_size
             digest.update(f"{component.name}/{part.relative_to(component)} {size}".encode())
             with part.open("rb") as file:

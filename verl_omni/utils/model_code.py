@@ -1,10 +1,10 @@
 """A model's folder is data. What in it would make a library import, download or run something is refused unread."""
 
-import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from verl_omni.utils.folders import visible_files
 from verl_omni.utils.json_files import read_object
 
 LIBRARIES = ("diffusers", "transformers")
@@ -23,7 +23,7 @@ def refuse_code(folder: str | Path, libraries: Collection[str] = LIBRARIES, prog
     files may lie there that are some, where nothing names them.
     """
     root = Path(folder).expanduser()
-    for path in _files(root):
+    for path in visible_files(root):
         if path.suffix in PROGRAMS and not programs:
             raise ValueError(f"{path} is a program, and a model's folder holds data only: take it away")
         if path.name == ADAPTER or (path.name == INDEX and path.parent != root):
@@ -33,13 +33,6 @@ def refuse_code(folder: str | Path, libraries: Collection[str] = LIBRARIES, prog
         if path.name == INDEX or path.name.endswith("config.json"):
             for key, value in _entries(read_object(path)):
                 _check_entry(path, key, value)
-
-
-def _files(root: Path) -> Iterator[Path]:
-    """All of them but hidden ones, which nobody loads."""
-    for place, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(place, name) for name in sorted(names) if not name.startswith("."))
 
 
 def _check_libraries(path: Path, index: dict[str, Any], libraries: Collection[str]) -> None:
@@ -55,6 +48,8 @@ def _check_libraries(path: Path, index: dict[str, Any], libraries: Collection[st
 def _check_entry(path: Path, key: str, value: Any) -> None:
     if key in CODE_KEYS and value:
         raise ValueError(f'{path} has "{key}": {value!r:.80}, which names code to run: take it out')
+    if key == "configuration_files":
+        raise ValueError(f'{path} has "{key}": {value!r:.80}, which are read in its place: take it out')
     if key == "_class_name" and not isinstance(value, str):
         raise ValueError(f'{path} has "_class_name": {value!r:.80}: expected one name, and not code of its own')
     # transformers takes kernels, which are programs, from the hub where the name is that of a repository.
