@@ -209,3 +209,19 @@ def test_large_files_count_with_pieces_from_all_over(tmp_path):
         path.write_bytes(content)
         seen.add(run_record.digest(str(path)))
     assert len(seen) == 4
+
+
+def test_what_a_link_to_a_folder_holds_counts(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/weights").write_text("1")
+    (tmp_path / "model/transformer").symlink_to("../elsewhere")
+    before = run_record.digest(str(tmp_path / "model"))
+    (tmp_path / "elsewhere/weights").write_text("2")
+    assert run_record.digest(str(tmp_path / "model")) != before
+
+
+def test_a_secret_that_an_earlier_version_wrote_is_no_change():
+    known = {"settings": {"reward.custom_reward_function.reward_kwargs": {"X-Api-Key": "q"}}, "content": {}}
+    now = {"settings": {"reward.custom_reward_function.reward_kwargs": {"X-Api-Key": "***"}}, "content": {}}
+    assert run_record.changes(known, now) == ({}, {})

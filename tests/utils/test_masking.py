@@ -19,6 +19,11 @@ from verl_omni.utils.secrets import revealed
         ("actor_rollout_ref.model.tokenizer_path=/tok", "actor_rollout_ref.model.tokenizer_path=/tok"),
         ("reward.kwargs={max_tokens: 5}", "reward.kwargs={max_tokens: 5}"),
         ("trainer.seed=3", "trainer.seed=3"),
+        ("reward.scorers=[{name: http, headers: {X-Api-Key: q}}]", "reward.scorers=***"),
+        ("reward.kwargs={'api key': q}", "reward.kwargs=***"),
+        ("reward.kwargs.openaiApiKey=q", "reward.kwargs.openaiApiKey=***"),
+        ("judge.command='serve x --api-key q --port 1'", "judge.command='serve x --api-key *** --port 1'"),
+        ("judge.command='serve x --token=q'", "judge.command='serve x --token=***'"),
         # by shape
         ("reward.kwargs={auth: {bearer: xyz}}", "reward.kwargs=***"),
         ("reward.kwargs.auth.user=me", "reward.kwargs.auth.user=***"),
@@ -27,11 +32,15 @@ from verl_omni.utils.secrets import revealed
         ("a.address=https://me:pass@host/x?n=1", "a.address=https://me:***@host/x?n=1"),
         ("a.address=https://host/x?n=1&access_token=abc&m=2", "a.address=https://host/x?n=1&access_token=***&m=2"),
         ("https://me:pass@host", "https://me:***@host"),
+        ("a.address=https://host/x?X-Amz-Signature=abc;m=2", "a.address=https://host/x?X-Amz-Signature=***;m=2"),
+        ("a.address=https://host/x?key=abc", "a.address=https://host/x?key=***"),
         # a reference tells nothing
         ("reward.kwargs.api_key=env:MY_KEY", "reward.kwargs.api_key=env:MY_KEY"),
         ("reward.kwargs.api_key=file:~/key", "reward.kwargs.api_key=file:~/key"),
         # no secrets
         ("data.prompt_key=prompt", "data.prompt_key=prompt"),
+        ("judge.command='x --max-tokens 5 --tokenizer t'", "judge.command='x --max-tokens 5 --tokenizer t'"),
+        ("reward.kwargs={maxTokens: 5, image_key: a}", "reward.kwargs={maxTokens: 5, image_key: a}"),
         ("actor_rollout_ref.rollout.http.token_file=/t", "actor_rollout_ref.rollout.http.token_file=/t"),
         ("trainer.experiment_name=sk-flux", "trainer.experiment_name=sk-flux"),
         ("data.train_files=https://host:8080/x@y", "data.train_files=https://host:8080/x@y"),
@@ -47,6 +56,23 @@ def test_trees():
     assert masked(tree) == {
         "a": {"api_key": "***", "max_tokens": 5, "token": None}, "b": [{"secret": "***", "x": 1}], "tokens": "kept"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("X-Api-Key", "api-key", "api_keys", "apiKeys", "apiKey", "APIKey", "openaiApiKey", "api_key_2", "api key"),
+        *("accessToken", "authToken", "refresh_token", "access_tokens", "pwd", "dbPwd", "userPassword", "clientSecret"),
+        *("Ocp-Apim-Subscription-Key", "AWS_SECRET_ACCESS_KEY", "Proxy-Authorization", "Set-Cookie", "cookies", "jwt"),
+    ],
+)
+def test_ways_to_spell_a_secret(name):
+    assert masked({"headers": [{name: "q", "x": 1}]}) == {"headers": [{name: "***", "x": 1}]}
+
+
+@pytest.mark.parametrize("name", ["tokens", "maxTokens", "tokenizer", "prompt_key", "keys", "author", "cwd"])
+def test_what_only_looks_like_one(name):
+    assert masked({name: "q"}) == {name: "q"}
 
 
 def test_all_below_a_name_that_says_so_and_whatever_has_the_shape():

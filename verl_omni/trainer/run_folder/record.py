@@ -14,6 +14,7 @@ from verl_omni.config.knob import moved_names, walk
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.data.prompt_files import local_files
 from verl_omni.utils.external_lib import module_name, names_of
+from verl_omni.utils.folders import visible_files
 from verl_omni.utils.hub import model_folder
 from verl_omni.utils.masking import masked
 
@@ -44,7 +45,8 @@ def changes(then: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, str], 
     """(what may change, what may not), each as knob -> old and new value."""
     knobs = {knob.name: knob for knob in walk(DiffusionTrainerConfig)}
     renamed = moved_names(DiffusionTrainerConfig)
-    before = {renamed.get(name, name): value for name, value in then["settings"].items()}
+    # Masked again: earlier versions knew fewer names of secrets.
+    before = masked({renamed.get(name, name): value for name, value in then["settings"].items()})
     may, may_not = {}, {}
     for name, new in now["settings"].items():
         old = before.get(name, _plain(knobs[name].default))  # a knob that is younger than the checkpoint
@@ -89,8 +91,7 @@ def digest(paths: str | list[str] | dict[str, str] | None) -> str | None:
 def _files(root: Path) -> list[Path]:
     if not root.is_dir():
         return [root] if root.is_file() else []
-    below = sorted(p for p in root.rglob("*") if p.is_file())
-    below = [p for p in below if not any(part.startswith(".") for part in p.relative_to(root).parts)]
+    below = sorted(path for path in visible_files(root) if path.is_file())
     if (root / "model_index.json").is_file():  # beside the components lie pictures and read-me files
         below = [p for p in below if p.parent != root or p.name == "model_index.json"]
     return below
