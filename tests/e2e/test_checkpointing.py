@@ -226,6 +226,12 @@ def replaced(name, by):
     return act
 
 
+def made_older(folder):
+    """By hand: neither checksum of it is changed."""
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"format": 2', '"format": 1'))
+
+
 TENSORS, OVERWRITTEN = "state/tensors.safetensors", "manifest.json is cut off or overwritten"
 DEEP = "[" * 100_000 + "]" * 100_000
 DAMAGE = {
@@ -259,6 +265,17 @@ DAMAGE = {
     "manifest of no step": (edited(global_step=[3]), "says that it is of step [3], not that of the folder's name"),
     "manifest of another save": (
         lambda c: (c.parent / LATEST).write_text(f"3\n{'0' * 64}\n"), "is not the one whose checksum is in "
+    ),
+    "manifest made an earlier version's": (
+        made_older,
+        "does not have the content that manifest.sha256 was written for",
+    ),
+    "manifest made an earlier version's, with a broken link for a checksum": (
+        lambda c: (edited(format=1)(c), replaced("manifest.sha256", lambda p: p.symlink_to("/no/such"))(c)),
+        "manifest.sha256 is a broken link",
+    ),
+    "manifest made an earlier version's, without its checksum": (
+        lambda c: (made_older(c), (c / "manifest.sha256").unlink()), "is not the one whose checksum is in"
     ),
     "no checksum": (lambda c: (c / "manifest.sha256").unlink(), "manifest.sha256 is missing"),
     "a pipe for a checksum": (replaced("manifest.sha256", os.mkfifo), "manifest.sha256 is no regular file"),

@@ -290,7 +290,7 @@ def _check(checkpoint: Path, digest: str | None = None) -> list[str]:
             f"{checkpoint} is damaged: {manifest.NAME} is not the one whose checksum is in "
             f"{checkpoint.with_name(LATEST)}"
         )
-    if made["format"] == manifest.WITHOUT_CHECKSUM:
+    if made["format"] == manifest.WITHOUT_CHECKSUM and not manifest.has_checksum(checkpoint):
         return [f"{checkpoint} was written by an earlier version, which left no checksum of {manifest.NAME} itself."]
     return []
 

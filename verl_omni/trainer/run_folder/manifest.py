@@ -60,7 +60,7 @@ def read(folder: Path) -> dict[str, Any]:
     if known not in (FORMAT, WITHOUT_CHECKSUM):
         words = f"has format {known}: this version reads format {FORMAT}" if known else f"is damaged: {OVERWRITTEN}"
         raise CheckpointError(f"{folder} {words}"[:400])
-    if known == FORMAT and digest(folder) != _noted(folder):
+    if (known == FORMAT or has_checksum(folder)) and digest(folder) != _noted(folder):
         raise CheckpointError(f"{folder} is damaged: {NAME} does not have the content that {CHECKSUM} was written for")
     run = manifest.get("run")
     told = run if isinstance(run, dict) else {}
@@ -77,6 +77,11 @@ def read(folder: Path) -> dict[str, Any]:
 def digest(folder: Path) -> str:
     """Of the manifest itself."""
     return _sha256(folder / NAME)
+
+
+def has_checksum(folder: Path) -> bool:
+    """Whether something claims to be one: it is compared whatever format the manifest says it has."""
+    return os.path.lexists(folder / CHECKSUM)
 
 
 def _noted(folder: Path) -> str:
