@@ -2,6 +2,7 @@ import sys
 
 import pytest
 
+from verl_omni.trainer.failures import users_mistake
 from verl_omni.utils.external_lib import import_external_lib, module_name, with_registered
 from verl_omni.utils.registry import registrations
 
@@ -48,6 +49,22 @@ def test_a_file_that_cannot_be_a_module(here, name, said):
         (here / name).write_text("")
     with pytest.raises(ValueError, match=said):
         import_external_lib(name)
+
+
+@pytest.mark.parametrize("name", ["code/mine_in_a_file.py", "json_of_mine", "code/mine_in_a_file.py, time"])
+def test_an_import_of_its_own_that_is_missing_is_named_with_its_file(here, name, monkeypatch):
+    (here / "code").mkdir()
+    for file in ("code/mine_in_a_file.py", "json_of_mine.py"):
+        (here / file).write_text("\nimport no_dep.part\n")
+    monkeypatch.syspath_prepend(here)
+    first = name.split(",")[0]
+    with pytest.raises(ModuleNotFoundError) as caught:
+        import_external_lib(name)
+    file = here / first if first.endswith(".py") else here / f"{first}.py"
+    assert users_mistake(caught.value) == (
+        f'actor_rollout_ref.model.external_lib="{first}" cannot be imported: {file}, line 2, wants the module '
+        '"no_dep", which is not installed, or not on PYTHONPATH'
+    )
 
 
 def test_the_file_that_is_here_is_named(here):

@@ -3,6 +3,7 @@
 import importlib
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ def import_external_lib(names: Any, setting: str = "actor_rollout_ref.model.exte
             with time_limit():
                 _import(name, setting)
         except ModuleNotFoundError as error:
-            if error.name != name.split(".")[0] and error.name != name:
-                raise
+            if not f"{name}.".startswith(f"{error.name}."):  # one that it imports itself
+                raise ModuleNotFoundError(
+                    f'{setting}="{name}" cannot be imported: {_imported_at(error)} wants the module "{error.name}", '
+                    "which is not installed, or not on PYTHONPATH"
+                ) from error
             here = f" Or name the file that is here: {setting}={name}.py" if os.path.isfile(f"{name}.py") else ""
             raise ModuleNotFoundError(
                 f'{setting}="{name}" cannot be imported: is its folder on PYTHONPATH?{here}'
@@ -31,6 +35,12 @@ def import_external_lib(names: Any, setting: str = "actor_rollout_ref.model.exte
             raise ValueError(
                 f'{setting}="{name}" cannot be imported: {type(error).__name__}: {error}'
             ) from error
+
+
+def _imported_at(error: BaseException) -> str:
+    """The last line of a user's that an import went through; importlib's own frames are none."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen ")]
+    return f"{frames[-1].filename}, line {frames[-1].lineno},"
 
 
 def _import(name: str, setting: str) -> None:
