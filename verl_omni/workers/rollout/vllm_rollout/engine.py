@@ -172,6 +172,7 @@ def build_engine(
         # Each rank of training has an engine of its own, and draws what it is asked for.
         parallel_config=DiffusionParallelConfig(data_parallel_size=dist.get_world_size()),
         custom_pipeline_args={"pipeline_class": pipeline},
+        extras={},  # its default is no dict, and LTX-2 of 0.28 looks into it
     )
     settings.enrich_config()
     return DrawingEngine(settings)
