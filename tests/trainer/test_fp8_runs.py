@@ -49,10 +49,17 @@ def test_it_is_corrected_where_that_is_asked_for(tmp_path, process_group):
 
 
 def test_a_reference_in_8_bits_begins_at_no_distance(tmp_path, process_group):
-    """A fresh LoRA adds nothing: policy and reference are one, in 8 bits too, though training's numbers are others."""
+    """A fresh LoRA adds nothing: policy and reference are one, in 8 bits too, though training's numbers are others.
+
+    Exactly so in forwards of as many rows. A matrix product of others may round its last bit differently (it does in
+    x86's library), and what then crosses a boundary between two values of 8 bits is off by a sixteenth of itself.
+    """
     whole = [KL, *GUIDED, *LORA, f"{A}actor.ppo_mini_batch_size=2"]  # one optimizer step, before which KL is told
     rough, full = (run(tmp_path / name, FP8, *whole, *more) for name, more in (("a", [REF]), ("b", [])))
-    assert rough[1]["actor/kl_loss"] == pytest.approx(0, abs=1e-12)
+    alone = [f"{A}rollout.{one}" for one in ("max_num_seqs=1", "cfg_in_one_forward=false")]
+    alone.append(f"{A}ref.log_prob_micro_batch_size_per_gpu=1")
+    assert run(tmp_path / "c", FP8, *whole, REF, *alone, steps=1)[1]["actor/kl_loss"] == 0
+    assert rough[1]["actor/kl_loss"] < 1e-5 * rough[2]["actor/kl_loss"]
     assert rough[2]["actor/kl_loss"] > 1e-6
     assert rough[2]["actor/kl_loss"] == pytest.approx(full[2]["actor/kl_loss"], rel=0.5)
     assert [told[step]["actor/first_ratio_max_dev"] for told in (rough, full) for step in (1, 2)] == [0.0] * 4
