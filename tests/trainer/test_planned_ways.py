@@ -117,3 +117,27 @@ def test_tokens_that_are_not_shared_are_whole_on_each_rank():
     assert [costs.own_part(ranks) for ranks in (1, 2, 4)] == [1, 50 / 80, 35 / 80]
     costs.adapter.shared_tokens = costs.adapter.tokens
     assert costs.own_part(4) == 1 / 4
+
+
+@pytest.mark.parametrize(
+    ("layout", "passes", "gigabytes"),  # of 40 GB of weights and 80 of gradients: (on NVLink, on the network)
+    [
+        (Layout(1, 8), 2, (2 * 35 + 70, 0)),
+        (Layout(1, 16), 2, (0, 2 * 37.5 + 75)),
+        (Layout(2, 8), 2, (2 * 35 + 70, 10)),  # of its 10 GB of gradients a rank sends half twice
+        (Layout(2, 8), 1, (35, 0)),
+        (Layout(2, 4, 2), 1, (35, 0)),
+        (Layout(2, 2), 2, (2 * 20 + 40 + 40, 0)),
+        (Layout(2, 12), 1, (0, 40 * 11 / 12)),  # one of two copies lies on two machines
+        (Layout(16, 1), 2, (0, 150)),
+        (Layout(1, 1), 2, (0, 0)),
+    ],
+)
+def test_weights_stay_on_the_machine_where_each_has_a_copy(layout, passes, gigabytes):
+    """On machines of eight GPUs, of which each sends 450 GB/s to the others there and 50 beyond."""
+    time = object.__new__(StepTime)
+    weights = SimpleNamespace(numel=20e9, trained=20e9)
+    time.costs = SimpleNamespace(weights=weights, dtype=SimpleNamespace(itemsize=2))
+    inside, outside = gigabytes
+    assert time._spread(0.0, layout, passes) == pytest.approx(inside / 450 + outside / 50)
+    assert time._spread(9.0, layout, passes) == 9.0  # all of it while blocks compute

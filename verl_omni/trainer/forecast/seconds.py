@@ -10,6 +10,7 @@ from verl_omni.trainer.forecast.amounts import Amounts
 from verl_omni.trainer.forecast.model import ModelCosts, compiles
 from verl_omni.workers.layout import Layout
 
+GRADIENT_BYTES = 4  # each is summed in float32
 
 @dataclass(frozen=True)
 class Seconds:
@@ -108,13 +109,22 @@ class StepTime:
         return max(flops / rate, self.costs.weights.blocks * self.rates.launch_forward)
 
     def _spread(self, seconds: float, layout: Layout, passes: int) -> float:
-        """With what the ranks send each other meanwhile: weights for each pass, and gradients with the last of two."""
-        parts = layout.shard * layout.sequence
-        if parts == 1 and layout.replicate == 1:
-            return seconds
-        weights = self.costs.weights
-        sent = passes * weights.numel * self.costs.dtype.itemsize * (parts - 1) / parts
+        """With what the ranks send each other meanwhile: weights for each pass, and gradients with the last of two.
+
+        Weights and gradients go round among the ranks that share one copy; the same share of several copies' gradients
+        is summed by ranks that may be on several machines.
+        """
+        parts, copies, weights = layout.shard * layout.sequence, layout.replicate, self.costs.weights
+        in_a_copy = passes * weights.numel * self.costs.dtype.itemsize * (parts - 1) / parts
+        between_copies = 0.0
         if passes > 1:
-            sent += weights.trained * 4
-        inside = layout.world <= measured.GPUS_A_MACHINE
-        return max(seconds, sent / (measured.WITHIN_MACHINE if inside else measured.BETWEEN_MACHINES))
+            gradients = weights.trained * GRADIENT_BYTES
+            in_a_copy += gradients * (parts - 1) / parts
+            between_copies = 2 * gradients / parts * (copies - 1) / copies  # there and back, of a ring
+        alone = layout.world <= measured.GPUS_A_MACHINE
+        together = alone or measured.GPUS_A_MACHINE % parts == 0  # no copy lies on two machines
+        return max(seconds, in_a_copy / _link(together) + between_copies / _link(alone))
+
+
+def _link(inside: bool) -> float:
+    return measured.WITHIN_MACHINE if inside else measured.BETWEEN_MACHINES
