@@ -4,11 +4,12 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 from refusals import prepared
 
 from verl_omni.config.schema import DiffusionTrainerConfig
-from verl_omni.perf.rates import EAGER_FORWARD, rates
+from verl_omni.perf.rates import EAGER_FORWARD, EAGER_UPDATE, rates
 from verl_omni.trainer.forecast.amounts import amounts
 from verl_omni.trainer.forecast.knobs import changes, helps
 from verl_omni.trainer.forecast.model import ModelCosts
@@ -141,3 +142,43 @@ def test_weights_stay_on_the_machine_where_each_has_a_copy(layout, passes, gigab
     inside, outside = gigabytes
     assert time._spread(0.0, layout, passes) == pytest.approx(inside / 450 + outside / 50)
     assert time._spread(9.0, layout, passes) == 9.0  # all of it while blocks compute
+
+
+def learned(*given: str, mode: str = "colocated", **more: object) -> float:
+    """Seconds of an update, of which a forward without a gradient takes 1 and one with it 4."""
+    settings = settings_of(*given)
+    rate = rates("h200", None)
+    passes = SimpleNamespace(
+        forward=lambda rows: Pass(forward=rate.reference), training=lambda *how: Pass(forward=4 * rate.update)
+    )
+    weights = SimpleNamespace(blocks=0, numel=0, trained=0)
+    costs = SimpleNamespace(passes=passes, weights=weights, dtype=torch.bfloat16, own_part=lambda ranks: 1.0)
+    one = dataclasses.replace(amounts(settings), guided=True, reference=False, mini_images=1, stored=1, trained=1)
+    return StepTime(costs, settings, dataclasses.replace(one, **more), rate).learning(Layout(), mode).learning
+
+
+AHEAD = (*SERVED, "trainer.mode=one_step_off", f"{ROLLOUT}.n_gpus_per_node=2")
+EXACT = (f"{ENGINE}.dtype=float32", f"{ENGINE}.use_torch_compile=false")
+
+
+@pytest.mark.parametrize(
+    ("given", "mode", "expected"),
+    [
+        ((), "colocated", 4),  # the unconditional half is the rollout's
+        ((), "separate", 4),
+        ((f"{ACTOR}.reuse_uncond=false",), "colocated", 4 + 1),
+        ((f"{ACTOR}.old_log_probs=recompute",), "colocated", 2 + 4 + 1),  # both halves before, one in the update
+        (AHEAD, "one_step_off", 2 + 4 + 1),
+        ((*AHEAD, "trainer.max_staleness=0"), "one_step_off", 4),
+        ((*AHEAD, *EXACT), "one_step_off", 4 / EAGER_UPDATE + 1 / EAGER_FORWARD),  # ratios to the policy that drew
+    ],
+)
+def test_what_learns_from_earlier_weights_computes_more(given, mode, expected):
+    """docs/async.md: on a GPU log-probabilities are computed again, and the rollout's unconditional half is not used."""
+    assert learned(*BATCH, *given, mode=mode) == pytest.approx(expected)
+
+
+def test_later_optimizer_steps_compare_with_what_was_before_them():
+    """Of four mini-batches three find weights that have moved, of two twice learned all but the first do."""
+    assert learned(*BATCH, updates=4) == pytest.approx(4 * 4 + 3 * (2 + 1))
+    assert learned(*BATCH, f"{ACTOR}.ppo_epochs=2", updates=4) == pytest.approx(4 * 4 + 2 * 2 + 3)

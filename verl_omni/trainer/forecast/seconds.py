@@ -1,16 +1,22 @@
 """How long a step takes: its arithmetic over measured rates."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
+from verl_omni.algorithms.registry import get_diffusion_loss_fn
+from verl_omni.algorithms.rollout_correction import is_on
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.perf import rates as measured
 from verl_omni.perf.rates import Rates
+from verl_omni.trainer.checks.correction import same_arithmetic
 from verl_omni.trainer.forecast.amounts import Amounts
 from verl_omni.trainer.forecast.model import ModelCosts, compiles
 from verl_omni.workers.layout import Layout
+from verl_omni.workers.old_log_probs import choose_old_log_probs
 
 GRADIENT_BYTES = 4  # each is summed in float32
+
 
 @dataclass(frozen=True)
 class Seconds:
@@ -70,8 +76,8 @@ class StepTime:
             rollout_overhead=measured.ROLLOUT_OVERHEAD,
         )
 
-    def learning(self, layout: Layout) -> Seconds:
-        compiled, actor, model = compiles(self.settings, layout.sequence), self.arr.actor, self.arr.model
+    def learning(self, layout: Layout, mode: str = "colocated") -> Seconds:
+        compiled, model = compiles(self.settings, layout.sequence), self.arr.model
         forward_rate = self.rates.reference * (1 if compiled else measured.EAGER_FORWARD)
         update_rate = self.rates.update * (1 if compiled else measured.EAGER_UPDATE)
         halves, reference = 1 + self.amounts.guided, 0.0
@@ -91,13 +97,32 @@ class StepTime:
         micros = math.ceil(pairs / rows)
         first = micros * self._spread(one, layout, passes=2)
         unguided = micros * self._forward(rows, forward_rate, layout) if self.amounts.guided else 0.0
-        later = self.amounts.updates - 1
-        # Later optimizer steps compute the unguided half anew, and old log-probabilities before.
-        again = 2 * unguided + micros * self._forward(rows, forward_rate, layout)
-        update = self.amounts.updates * first + later * again
-        if not (actor.reuse_uncond and self.amounts.stored):
-            update += unguided
+        passes, source = self._passes_before(mode)
+        every = math.ceil(pairs * self.amounts.stored / self.amounts.trained / rows)  # not the trained steps alone
+        before = every * (1 + self.amounts.guided) * self._spread(self._forward(rows, forward_rate, layout), layout, 1)
+        drawn = self.arr.actor.reuse_uncond and self.amounts.stored and source != "recompute" and not self._stale(mode)
+        halves = self.amounts.updates - bool(drawn)  # the first finds the rollout's own, of weights that have not moved
+        update = self.amounts.updates * first + passes * before + halves * unguided
         return Seconds(reference=reference, update=update)
+
+    def _stale(self, mode: str) -> bool:
+        """Whether weights learn from what earlier ones drew."""
+        return mode not in ("colocated", "separate") and bool(self.settings.trainer.max_staleness)
+
+    def _passes_before(self, mode: str) -> tuple[int, str | None]:
+        """Over how many mini-batches old log-probabilities are computed again before the weights move, and where they
+        come from: as the trainer and its workers decide it on a GPU."""
+        loss = get_diffusion_loss_fn(self.arr.actor.diffusion_loss.loss_mode)
+        if not self.amounts.stored or "log_probs" not in loss.required_model_output_keys:
+            return 0, None
+        trainer = dataclasses.replace(self.settings.trainer, device="cuda")
+        alike = same_arithmetic(dataclasses.replace(self.settings, trainer=trainer))
+        source = choose_old_log_probs(self.arr.actor.old_log_probs, alike, same_weights=not self._stale(mode)).source
+        epochs = self.arr.actor.ppo_epochs
+        minis = self.amounts.updates // epochs
+        if source == "recompute" or is_on(self.settings.algorithm.rollout_correction):
+            return minis, source
+        return (minis - (epochs == 1) if source == "train" else 0), source
 
     @property
     def micro(self) -> int:

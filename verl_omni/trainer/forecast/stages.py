@@ -243,8 +243,17 @@ def not_counted(settings: DiffusionTrainerConfig) -> list[str]:
             "predicted_reward" in get_diffusion_loss_fn(arr.actor.diffusion_loss.loss_mode).required_model_output_keys
         ),
         "the seconds of what is written while training goes on": arr.actor.checkpoint.async_save,
+        "the seconds that weights take to the rollout servers": settings.trainer.mode != "colocated",
+        "the seconds in which what is offloaded goes to the host's memory and back": _offloads(settings),
     }
     return [what for what, asked in found.items() if asked]
+
+
+def _offloads(settings: DiffusionTrainerConfig) -> bool:
+    arr = settings.actor_rollout_ref
+    engine = arr.actor.engine
+    of_training = engine.param_offload or engine.optimizer_offload or engine.sample_offload
+    return of_training or arr.ref.param_offload or arr.rollout.encoder_offload
 
 
 class ServerMemory:

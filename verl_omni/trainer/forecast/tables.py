@@ -97,6 +97,8 @@ def other_ways(forecast: Forecast) -> Iterator[str]:
         yield f"| {' | '.join(map(str, cells))} | {fits} | {mark}{way.seconds:.2f}{mark} |"
     if len(found) > SHOWN:
         yield f"\n{len(found) - SHOWN} other ways are slower or do not fit."
+    if any(way.servers for way in found[:SHOWN]) and forecast.ways.settings.trainer.mode == "colocated":
+        yield "\nWhat weights take to the servers is not counted."
     if best is None:
         yield "\nNone fits: more GPUs, or the settings above."
     else:

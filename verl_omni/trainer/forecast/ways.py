@@ -92,7 +92,7 @@ class Ways:
         time = StepTime(costs, settings, self.amounts, self.card.rates)
         fits = all(self.card.holds(stage.peak) for stage in stages)
         drawing = time.drawing(servers or layout.world, None if servers else layout)
-        return Way(mode, layout, servers, stages, drawing, time.learning(layout), fits)
+        return Way(mode, layout, servers, stages, drawing, time.learning(layout, mode), fits)
 
     def asked(self, layout: Layout, settings: DiffusionTrainerConfig | None = None) -> Way:
         """As the settings have it."""
