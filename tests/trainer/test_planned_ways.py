@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from composed import composed
 from omegaconf import OmegaConf
 from refusals import prepared
 
@@ -18,6 +19,7 @@ from verl_omni.trainer.forecast.passes import Pass
 from verl_omni.trainer.forecast.seconds import Seconds, StepTime
 from verl_omni.trainer.forecast.stages import Stage
 from verl_omni.trainer.forecast.ways import Card, Way, Ways
+from verl_omni.trainer.placement import Room, all_wanted, plan
 from verl_omni.workers.engine.registry import layout_of
 from verl_omni.workers.layout import Layout
 
@@ -64,6 +66,28 @@ def test_train_takes_every_way_that_is_listed(given):
         rollout, trainer = taken.actor_rollout_ref.rollout, taken.trainer
         servers = 0 if trainer.mode == "colocated" else rollout.n_gpus_per_node * (rollout.nnodes or 1)
         assert (layout_of(taken), trainer.mode, servers) == (way.layout, way.mode, way.servers)
+
+
+SIXTEEN = ("trainer.n_gpus_per_node=8", "trainer.nnodes=2")
+
+
+def test_two_machines_have_the_gpus_of_every_way_that_is_listed():
+    """By the count that a run makes of its nodes before it starts. Twelve GPUs are six of each, and no machine has
+    twelve."""
+    settings = settings_of("data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=16", f"{ROLLOUT}.n=9", *SIXTEEN)
+    found = Listed(settings, (9, 9), Card(rates("h200", None), 1.0)).all(16)
+    nodes = {name: Room.of({"GPU": 8, "CPU": 64}) for name in ("first", "second")}
+    typed = {}
+    for way in found:
+        given = tuple(one for one in overrides(way, settings) if "n_gpus" in one or "nnodes" in one)
+        if typed.setdefault(way.layout.world, given) and way.layout.sequence == way.layout.shard == 1:
+            apart = f"actor_rollout_ref.hybrid_engine={str(not way.servers).lower()}"
+            wanted = all_wanted(composed("trainer.device=cuda", apart, *given))
+            assert sum(sum(one.on_nodes) for one in wanted) == 16 and plan(wanted, nodes), given
+        assert typed[way.layout.world] == given
+    assert typed[12] == ("trainer.n_gpus_per_node=6", "trainer.nnodes=2", f"{ROLLOUT}.n_gpus_per_node=2",
+                         f"{ROLLOUT}.nnodes=2")  # fmt: skip
+    assert sorted(typed) == [2, 4, 6, 8, 12, 16]
 
 
 SAVED = {"gather": ("blocks", 30), "share_samples": (True, 40), "encoder_offload": (True, 20)}
@@ -174,7 +198,7 @@ EXACT = (f"{ENGINE}.dtype=float32", f"{ENGINE}.use_torch_compile=false")
     ],
 )
 def test_what_learns_from_earlier_weights_computes_more(given, mode, expected):
-    """docs/async.md: on a GPU log-probabilities are computed again, and the rollout's unconditional half is not used."""
+    """On a GPU log-probabilities are computed again, and the rollout's unconditional half is not used."""
     assert learned(*BATCH, *given, mode=mode) == pytest.approx(expected)
 
 

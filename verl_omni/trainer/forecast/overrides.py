@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from verl_omni.config.schema import DiffusionTrainerConfig
-from verl_omni.trainer.forecast.ways import Way
+from verl_omni.trainer.forecast.machines import Pool, on_machines
+from verl_omni.trainer.forecast.ways import Way, machine
 
 ARR = "actor_rollout_ref"
 FSDP, ENGINE, ROLLOUT = f"{ARR}.actor.fsdp_config", f"{ARR}.actor.engine", f"{ARR}.rollout"
@@ -16,8 +17,8 @@ def overrides(way: Way, given: DiffusionTrainerConfig) -> list[str]:
 
 
 def _layout(way: Way, given: DiffusionTrainerConfig) -> Iterator[tuple[str, Any]]:
-    nodes, each = _nodes(way.layout.world), way.layout.shard * way.layout.sequence
-    yield "trainer.n_gpus_per_node", way.layout.world // nodes
+    (nodes, gpus), each = _pools(way, given)[0], way.layout.shard * way.layout.sequence
+    yield "trainer.n_gpus_per_node", gpus
     yield "trainer.nnodes", nodes  # --gpus has changed both in `given`
     own = given.actor_rollout_ref.actor.fsdp_config
     if way.layout.replicate > 1:
@@ -29,12 +30,12 @@ def _layout(way: Way, given: DiffusionTrainerConfig) -> Iterator[tuple[str, Any]
 
 
 def _servers(way: Way, given: DiffusionTrainerConfig) -> Iterator[tuple[str, Any]]:
-    trainer, own, nodes = given.trainer, given.actor_rollout_ref.rollout, _nodes(way.servers)
+    trainer, own, (nodes, gpus) = given.trainer, given.actor_rollout_ref.rollout, _pools(way, given)[1]
     if way.servers or trainer.mode != "colocated":
         yield "trainer.mode", way.mode
     if not way.servers and trainer.mode != "colocated":  # which `hybrid_engine` may have said
         yield f"{ARR}.hybrid_engine", "true"
-    counts = {"n_gpus_per_node": way.servers // nodes or None, "nnodes": nodes if nodes > 1 else None}
+    counts = {"n_gpus_per_node": gpus or None, "nnodes": nodes if nodes > 1 else None}
     for name, value in counts.items():
         if value is not None or getattr(own, name) is not None:
             short = getattr(given.rollout, name) is not None  # one setting by two names
@@ -58,5 +59,8 @@ def _beside(way: Way, given: DiffusionTrainerConfig) -> Iterator[tuple[str, Any]
         yield f"{ENGINE}.compile_ahead", "null"
 
 
-def _nodes(count: int) -> int:
-    return 1 if count % 8 else max(1, count // 8)
+def _pools(way: Way, given: DiffusionTrainerConfig) -> tuple[Pool, Pool]:
+    found = on_machines(way.layout.world, way.servers, machine(given))
+    if found is None:
+        raise ValueError(f"{way.layout.world} GPUs that train and {way.servers} that draw do not go on machines evenly")
+    return found

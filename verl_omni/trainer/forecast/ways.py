@@ -9,9 +9,10 @@ from typing import Any
 
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.perf.plan import UNDER_WAY
-from verl_omni.perf.rates import USABLE, Rates
+from verl_omni.perf.rates import GPUS_A_MACHINE, USABLE, Rates
 from verl_omni.trainer.checks.workers import check_shared_sequence
 from verl_omni.trainer.forecast.amounts import Amounts, amounts
+from verl_omni.trainer.forecast.machines import divisors, on_machines
 from verl_omni.trainer.forecast.model import ModelCosts
 from verl_omni.trainer.forecast.seconds import Seconds, StepTime
 from verl_omni.trainer.forecast.stages import RankMemory, ServerMemory, Stage
@@ -101,19 +102,23 @@ class Ways:
         return self.way(layout, servers, mode, settings)
 
     def all(self, gpus: int) -> list[Way]:
-        """Every one that divides the batch: first those that fit, the fastest of them first."""
-        found = [self.way(layout) for layout in self._layouts(gpus)]
-        own = self.settings.trainer.mode
-        if self.amounts.draws:
-            for training in range(1, gpus):
-                for layout in self._layouts(training):
-                    for mode in {"separate", own} - {"colocated"}:
-                        found.append(self.way(layout, gpus - training, mode))
+        """Every one that divides the batch and that machines have the GPUs for: first those that fit, the fastest of
+        them first."""
+        found, own = [], self.settings.trainer.mode
+        for training in range(1 if self.amounts.draws else gpus, gpus + 1):
+            if on_machines(training, gpus - training, machine(self.settings)) is None:
+                continue
+            for layout in self._layouts(training):
+                if training == gpus:
+                    found.append(self.way(layout))
+                else:
+                    modes = {"separate", own} - {"colocated"}
+                    found += [self.way(layout, gpus - training, mode) for mode in modes]
         return sorted(found, key=lambda way: (not way.fits, round(way.seconds, 2), way.peak))
 
     def _layouts(self, ranks: int) -> Iterator[Layout]:
-        for sequence in filter(self._shares_samples, _divisors(ranks)):
-            for shard in _divisors(ranks // sequence):
+        for sequence in filter(self._shares_samples, divisors(ranks)):
+            for shard in divisors(ranks // sequence):
                 layout = Layout(ranks // sequence // shard, shard, sequence)
                 if self.amounts.mini_images % layout.data == 0:
                     yield layout
@@ -136,8 +141,9 @@ class Ways:
         return True
 
 
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+def machine(settings: DiffusionTrainerConfig) -> int:
+    """How many GPUs one has: eight, unless the settings take more of one."""
+    return max(GPUS_A_MACHINE, settings.trainer.n_gpus_per_node)
 
 
 def varied(settings: DiffusionTrainerConfig, changes: Mapping[str, Any]) -> DiffusionTrainerConfig:
