@@ -5,7 +5,8 @@
     python -m benchmarks.plan_check --write docs/plan.md               # the table, where it says <!-- PLAN -->
     python -m benchmarks.plan_check --measure --json found.json        # needs an H200: the settings nobody has measured
 
-Of one rank of many, it is the peak and the seconds of the update (`python -m benchmarks.fake_ranks`).
+Of one rank of many, it is the peak and the seconds of the update (`python -m benchmarks.fake_ranks`), which computes
+and sends nothing: what ranks tell each other is left out on both sides.
 """
 
 import argparse
@@ -108,6 +109,7 @@ def planned(case: Case, folder: Path, known: dict) -> tuple[float, float]:
     from verl_omni.config import schema
     from verl_omni.config.keys import with_plus
     from verl_omni.trainer.forecast.forecast import forecast
+    from verl_omni.trainer.forecast.seconds import StepTime
 
     schema.register()
     folder.mkdir(exist_ok=True)
@@ -117,9 +119,12 @@ def planned(case: Case, folder: Path, known: dict) -> tuple[float, float]:
     given = [*given, *case.overrides]
     with initialize_config_module("verl_omni.trainer.config", version_base=None):
         config = compose("diffusion_trainer", list(map(with_plus, given)))
-    way = forecast(config, gpus=case.ranks, gpu="h200", known=known).asked
+    found = forecast(config, gpus=case.ranks, gpu="h200", known=known)
+    way, ways = found.asked, found.ways
     if case.ranks > 1:
-        return next(stage.peak for stage in way.stages if stage.name == "update") / 2**30, way.learning.update
+        alone = StepTime(ways.costs(ways.settings), ways.settings, ways.amounts, ways.card.rates, sends=False)
+        peak = next(stage.peak for stage in way.stages if stage.name == "update")
+        return peak / 2**30, alone.learning(found.layout).update
     return way.peak / 2**30, way.seconds
 
 

@@ -162,7 +162,7 @@ def test_weights_stay_on_the_machine_where_each_has_a_copy(layout, passes, gigab
     """On machines of eight GPUs, of which each sends 450 GB/s to the others there and 50 beyond."""
     time = object.__new__(StepTime)
     weights = SimpleNamespace(numel=20e9, trained=20e9)
-    time.costs = SimpleNamespace(weights=weights, dtype=SimpleNamespace(itemsize=2))
+    time.costs, time.sends = SimpleNamespace(weights=weights, dtype=SimpleNamespace(itemsize=2)), True
     inside, outside = gigabytes
     assert time._spread(0.0, layout, passes) == pytest.approx(inside / 450 + outside / 50)
     assert time._spread(9.0, layout, passes) == 9.0  # all of it while blocks compute

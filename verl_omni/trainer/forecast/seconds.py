@@ -42,8 +42,17 @@ class Seconds:
 
 
 class StepTime:
-    def __init__(self, costs: ModelCosts, settings: DiffusionTrainerConfig, amounts: Amounts, rates: Rates):
-        self.costs, self.settings, self.amounts, self.rates = costs, settings, amounts, rates
+    """`sends=False`: as if ranks had nothing to tell each other, which is what one of them alone can measure."""
+
+    def __init__(
+        self,
+        costs: ModelCosts,
+        settings: DiffusionTrainerConfig,
+        amounts: Amounts,
+        rates: Rates,
+        sends: bool = True,
+    ):
+        self.costs, self.settings, self.amounts, self.rates, self.sends = costs, settings, amounts, rates, sends
         self.arr = settings.actor_rollout_ref
 
     def drawing(self, ranks: int, shared: Layout | None = None) -> Seconds:
@@ -139,6 +148,8 @@ class StepTime:
         Weights and gradients go round among the ranks that share one copy; the same share of several copies' gradients
         is summed by ranks that may be on several machines.
         """
+        if not self.sends:
+            return seconds
         parts, copies, weights = layout.shard * layout.sequence, layout.replicate, self.costs.weights
         in_a_copy = passes * weights.numel * self.costs.dtype.itemsize * (parts - 1) / parts
         between_copies = 0.0
