@@ -39,9 +39,6 @@ def join_fake_group(ranks: int) -> None:
                    "MASTER_PORT": "0"}  # fmt: skip
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
 
-    def own_part(output: Any, input: Any, *args: Any, **kwargs: Any) -> None:
-        output.copy_(input.chunk(ranks)[0].reshape(output.shape))
-
     real_subgroups = dist.new_subgroups
 
     def fake_subgroups(size: int, **kwargs: Any) -> Any:
@@ -49,6 +46,11 @@ def join_fake_group(ranks: int) -> None:
 
     dist.new_subgroups = fake_subgroups  # those of gloo would wait for the others
     dist.reduce_scatter_tensor = own_part  # before torch 2.12 what came out was whatever lay there, NaN too
+
+
+def own_part(output: Any, input: Any, *args: Any, **kwargs: Any) -> None:
+    """The first rank's, of a group of any size: a copy of the weights may be shared by fewer than there are."""
+    output.copy_(input.chunk(input.numel() // output.numel())[0].reshape(output.shape))
 
 
 def rank_settings(work: str, ranks: int, rows: int, lora: int, folder: Path) -> list[str]:
