@@ -38,7 +38,7 @@ class Workers:
         return [True]
 
     def checkpoint_files(self, folder):
-        return [["state/tensors.safetensors"]]
+        return [{"state/tensors.safetensors": Path(folder, "state/tensors.safetensors").stat().st_size}]
 
     def load_checkpoint(self, folder):
         self.loaded = folder

@@ -124,7 +124,11 @@ def test_what_a_node_lacks_is_one_line(asked, lacking, said):
 
 def test_a_checkpoint_of_which_a_rank_sees_more_than_the_trainer_is_none(tmp_path):
     (tmp_path / "state").mkdir()
-    (tmp_path / "state/a").touch()
-    check_all_seen(tmp_path, [["state/a"], ["state/a"]])
+    (tmp_path / "state/a").write_bytes(b"12345")
+    check_all_seen(tmp_path, [{"state/a": 5}, {"state/a": 5}])
+    check_all_seen(tmp_path, [{"state/a": 0}, {"state/a": 5}])  # of another machine's file a rank may see less yet
     with pytest.raises(CheckpointError, match="rank 1 has written state/b of a checkpoint to a disk that the trainer "):
-        check_all_seen(tmp_path, [["state/a"], ["state/a", "state/b"]])
+        check_all_seen(tmp_path, [{"state/a": 5}, {"state/a": 5, "state/b": 1}])
+    (tmp_path / "state/a").write_bytes(b"123")  # what has come of it so far
+    with pytest.raises(CheckpointError, match="rank 1 sees 5 bytes of state/a of a checkpoint, and the trainer 3: "):
+        check_all_seen(tmp_path, [{"state/a": 3}, {"state/a": 5}])

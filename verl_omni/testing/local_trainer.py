@@ -122,7 +122,7 @@ class _LocalGroup:
     def checkpoint_written(self, wait: bool) -> list[bool]:
         return [self.worker.checkpoint_written(wait)]
 
-    def checkpoint_files(self, path: str) -> list[list[str]]:
+    def checkpoint_files(self, path: str) -> list[dict[str, int]]:
         return [self.worker.checkpoint_files(path)]
 
     def publish_weights(self, policy: str, version: int) -> list[dict[str, torch.Tensor]]:

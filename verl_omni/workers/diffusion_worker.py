@@ -425,9 +425,10 @@ class DiffusionWorker(Worker):
         return self.engine.checkpoint_written(wait)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def checkpoint_files(self, path: str) -> list[str]:
-        """What is in a checkpoint as this rank's machine sees it."""
-        return sorted(file.relative_to(path).as_posix() for file in Path(path).rglob("*") if file.is_file())
+    def checkpoint_files(self, path: str) -> dict[str, int]:
+        """What is in a checkpoint as this rank's machine sees it, and how many bytes of each."""
+        files = (file for file in sorted(Path(path).rglob("*")) if file.is_file())
+        return {file.relative_to(path).as_posix(): file.stat().st_size for file in files}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def give_up_checkpoint(self) -> None:

@@ -11,6 +11,7 @@ past to `earlier_N`.
 import errno
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -150,15 +151,30 @@ def data_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def check_all_seen(place: Path, seen: list[list[str]]) -> None:
-    """What ranks see of a checkpoint that they have written is here: else one of them wrote it to another disk."""
+def check_all_seen(place: Path, seen: list[dict[str, int]]) -> None:
+    """What ranks see of a checkpoint that they have written is here, as long as there: else one of them wrote it to
+    another disk, or to one that has not shown all of it yet, and what is here would be taken for the whole."""
+    shared = f'trainer.default_local_dir="{place.parent}" has to be on a disk that all nodes share'
     for rank, files in enumerate(seen):
-        for name in files:
-            if not (place / name).is_file():
+        for name, size in files.items():
+            here = _size(place / name)
+            if here is None:
                 raise CheckpointError(
-                    f"rank {rank} has written {name} of a checkpoint to a disk that the trainer does not see: "
-                    f'trainer.default_local_dir="{place.parent}" has to be on a disk that all nodes share'
+                    f"rank {rank} has written {name} of a checkpoint to a disk that the trainer does not see: {shared}"
                 )
+            if here < size:  # others may see less of what is just being shown to them, and its writer sees all
+                raise CheckpointError(
+                    f"rank {rank} sees {size} bytes of {name} of a checkpoint, and the trainer {here}: {shared}, and "
+                    "that shows each all that another has written"
+                )
+
+
+def _size(path: Path) -> int | None:
+    """Of a file that is opened: a network's disk then asks again what it may have kept of it."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return os.fstat(file.fileno()).st_size
 
 
 def check_room(folder: Path, needed: int) -> None:
