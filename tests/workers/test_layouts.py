@@ -25,7 +25,7 @@ LAYOUTS = {
 }
 ON_FOUR = [name for name in LAYOUTS if name != "shared by all"]
 EMA = 0.9
-SHARED, COPIES = "shared by all", "two copies"
+SHARED, COPIES, LORA_COPIES = "shared by all", "two copies", "LoRA, two copies, away, recomputed"
 
 
 def build(path: str, layout: str, strategy: str = "fsdp2"):
@@ -81,9 +81,10 @@ def rank_main(
     folder = Path(folder)
     dist.init_process_group("gloo", rank=rank, world_size=world, store=dist.FileStore(str(folder / f"{world}"), world))
     data = {lora: torch.load(folder / f"{lora}.pt") for lora in (False, True)}
-    seen = {name: steps_of(build(path, name), data[LAYOUTS[name][3]], 2) for name in layouts}
+    seen = {name: steps_of(build(path, name, strategy), data[LAYOUTS[name][3]], 2) for name in layouts}
     before, after = folder / f"after_{stage - 1}", folder / f"after_{stage}"
-    seen["resumed"] = one_more(path, layout, data[False], before, after, behind=True, strategy=strategy)
+    own = data[LAYOUTS[layout][3]]
+    seen["resumed"] = one_more(path, layout, own, before, after, behind=True, strategy=strategy)
     if rank == 0:
         torch.save(seen, folder / f"seen_by_{world}.pt")
     dist.barrier()
