@@ -3,7 +3,6 @@
 Tensors are safetensors files and all else is JSON: reading a checkpoint never runs code that came with it.
 """
 
-import functools
 import json
 import os
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from verl_omni.utils.json_files import read_object
 from verl_omni.workers.engine.export import HasWeights, export
 from verl_omni.workers.engine.optimizer import set_schedule
+from verl_omni.workers.engine.patience import writers
 from verl_omni.workers.engine.policies import Policies
 from verl_omni.workers.engine.step_in_pieces import make_state_in_pieces
 from verl_omni.workers.host_memory import HostMemory, local
@@ -122,12 +122,9 @@ def _save_state(engine: HasState, contents: list[str], folder: str, behind: bool
     writer = dcp.HuggingFaceStorageWriter(folder, save_distributed=True)
     with _plain_errors():
         if behind:
-            group = _background_group(dist.group.WORLD)
-            left = [dcp.async_save(tensors, storage_writer=writer, process_group=group)]
-        else:
-            left = []
-            dcp.save(tensors, storage_writer=writer)
-    return left
+            return [dcp.async_save(tensors, storage_writer=writer, process_group=writers())]
+        dcp.save(tensors, storage_writer=writer, process_group=writers())
+        return []
 
 
 def _write_notes(engine: HasState, folder: str) -> None:
@@ -140,12 +137,6 @@ def _write_notes(engine: HasState, folder: str) -> None:
             "moments": {name: sorted(engine.optimizer.state[p]) for name, p in _updated(engine).items()},
         }
         Path(folder, ENGINE).write_text(json.dumps(notes))
-
-
-@functools.cache
-def _background_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """For what ranks say to each other while they write: among what they say to train, it would get lost."""
-    return dist.new_group(backend="gloo")
 
 
 def _tensors(engine: HasState, contents: list[str]) -> dict[str, torch.Tensor]:

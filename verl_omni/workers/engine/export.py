@@ -18,6 +18,7 @@ from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.utils import lora_files
 from verl_omni.utils.file_mode import share, share_file
+from verl_omni.workers.engine.patience import meet
 
 # What diffusers calls them, and its own limit for the size of one.
 LORA_FILE, FULL_FILE = "pytorch_lora_weights.safetensors", "diffusion_pytorch_model.safetensors"
@@ -112,6 +113,8 @@ def _write_full(engine: HasWeights, folder: str, submit: Callable[..., Future] |
             if rank == 0:
                 _write_heads(part, state, files, target)
         for first in range(0, len(files), ranks):  # a file for each rank: they write at the same time
+            if first and submit is None:
+                meet()
             mine: dict[str, torch.Tensor] = {}
             for number, keys in enumerate(list(files.values())[first : first + ranks]):
                 for key in keys:  # all ranks gather it, and one of them keeps a copy
@@ -125,6 +128,8 @@ def _write_full(engine: HasWeights, folder: str, submit: Callable[..., Future] |
                         _write_file(mine, path)
                     else:
                         left.append(submit(_write_file, mine, path))
+    if submit is None:
+        meet()
     if errors:
         futures.wait(left)  # nothing is written behind an error
         raise errors[0]
@@ -144,11 +149,14 @@ def _write_otherwise(engine: HasWeights, folder: str) -> None:
     """By the first rank, as an adapter says whose model is none of diffusers'."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
     states = {name: get_model_state_dict(part, options=options) for name, part in engine.parts.items()}
-    if dist.get_rank() == 0:
-        os.makedirs(folder, exist_ok=True)
-        for name, state in states.items():
-            engine.adapter.write_part(engine.model_config, engine.parts[name], state, os.path.join(folder, name))
-        share(folder)
+    try:
+        if dist.get_rank() == 0:
+            os.makedirs(folder, exist_ok=True)
+            for name, state in states.items():
+                engine.adapter.write_part(engine.model_config, engine.parts[name], state, os.path.join(folder, name))
+            share(folder)
+    finally:
+        meet()
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
