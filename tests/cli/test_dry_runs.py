@@ -17,7 +17,7 @@ from pathlib import Path
 
 from verl_omni.workers.rollout import register_rollout
 from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
-from verl_omni.workers.rollout.diffusers_server import DiffusersServer
+from verl_omni.workers.rollout.diffusers_rollout.server import DiffusersServer
 
 
 @register_rollout("mine_in_a_check", server=DiffusersServer)

@@ -41,7 +41,7 @@ OWNERS = {
     f"{ARR}.actor.fsdp_config": {"engine_config"},
     f"{ARR}.actor.veomni_config": {"veomni_impl.py:engine_config"},
     f"{ARR}.actor.checkpoint": {"checkpoint", "checkpoint_config"},
-    f"{ARR}.rollout": {"rollout", "rollout_config", "diffusers_rollout.py:config", "batched.py:config"},
+    f"{ARR}.rollout": {"rollout", "rollout_config", "engine.py:config", "batched.py:config"},
     f"{ARR}.rollout.checkpoint_engine": {"checkpoint_engine", "channel.py:config"},
     f"{ARR}.rollout.pipeline": {"pipeline", "sampling_params", "adapter.py:size"},
     f"{ARR}.rollout.algo": {"algo"},

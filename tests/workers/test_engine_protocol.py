@@ -13,7 +13,7 @@ ROOM = Path(verl_omni.workers.__file__).parent
 # Where an engine is held, and what it is called there.
 ASK = {
     "diffusion_worker.py": "engine",
-    "rollout/diffusers_rollout.py": "training",
+    "rollout/diffusers_rollout/engine.py": "training",
     "rollout/vllm_rollout/engine.py": "training",
     "engine/checkpoint_io.py": "engine",
     "engine/export.py": "engine",

@@ -30,7 +30,7 @@ from verl_omni.utils.background import start, wait_for
 from verl_omni.utils.errors import RunError
 from verl_omni.workers.engine.compile.blocks import compile_blocks
 from verl_omni.workers.rollout import image_http
-from verl_omni.workers.rollout.diffusers_server import DiffusersServer
+from verl_omni.workers.rollout.diffusers_rollout.server import DiffusersServer
 
 schema.register()
 GUARD = 60

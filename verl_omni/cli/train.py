@@ -120,12 +120,13 @@ def import_checks(config: "DictConfig") -> None:
     from omegaconf import OmegaConf
 
     from verl_omni.trainer import forked
+    from verl_omni.workers.rollout import forks
 
     gc.disable()
     try:
         forked.import_libraries()
         own_ray = OmegaConf.select(config, "ray.address") is None
-        if _forks and own_ray and OmegaConf.select(config, "actor_rollout_ref.rollout.name") == "diffusers":
+        if _forks and own_ray and forks(OmegaConf.select(config, "actor_rollout_ref.rollout.name")):
             forked.prepare()
         import verl_omni.trainer.checks.preflight  # noqa: F401
     finally:

@@ -7,12 +7,15 @@ this package costs nothing.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from verl_omni.workers.rollout import Listed
+
 if TYPE_CHECKING:
     from verl_omni.workers.rollout.vllm_rollout.http_server import vLLMOmniHttpServer
     from verl_omni.workers.rollout.vllm_rollout.replica import vLLMOmniReplica
 
+ENGINES = {"vllm_omni": Listed(f"{__name__}.engine.VllmOmniRollout", f"{__name__}.server.VllmOmniServer")}
 _MODULES = {"vLLMOmniHttpServer": "http_server", "vLLMOmniReplica": "replica"}
-__all__ = ["vLLMOmniHttpServer", "vLLMOmniReplica"]
+__all__ = ["ENGINES", "vLLMOmniHttpServer", "vLLMOmniReplica"]
 
 
 def __getattr__(name: str) -> Any:

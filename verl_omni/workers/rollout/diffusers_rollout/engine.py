@@ -1,7 +1,7 @@
 """The rollout engine on diffusers.
 
 In the training worker it draws with the weights that are trained: there is no copy of the model and nothing to
-synchronise, so its log-probabilities are the policy's own. `diffusers_server.py` gives it a process and weights of its
+synchronise, so its log-probabilities are the policy's own. `server.py` beside it gives it a process and weights of its
 own.
 """
 
@@ -30,7 +30,8 @@ from verl_omni.workers.transfer.weights import checked
 class DiffusersRollout(Drawer, BatchedRollout):
     same_arithmetic = True
     precisions = ("fp8",)
-    gives_latents = True
+    gives_latents = draws_by_blocks = draws_together = True
+    reads = ("compile_vae", "encoder_offload")
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from verl_omni.workers.engine.compile.blocks import compile_blocks
 from verl_omni.workers.engine.compile.fused_gelu import fuse_gelu
 from verl_omni.workers.engine.fp8 import Fp8Layers
 from verl_omni.workers.engine.module import autocast, build_module, fill_module, on_gpu, resolve_dtypes
-from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
+from verl_omni.workers.rollout.diffusers_rollout.engine import DiffusersRollout
 from verl_omni.workers.rollout.server import RolloutServer
 
 
