@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 import shutil
 
 import pytest
@@ -17,7 +18,8 @@ from verl_omni.config import (
     DiffusionRolloutConfig,
     RewriterConfig,
 )
-from verl_omni.pipelines.causal_lm import CAUSAL_LM, CausalLM
+from verl_omni.pipelines.causal_lm import CAUSAL_LM, CausalLM, writer_of
+from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.utils import hub
 from verl_omni.workers.columns import Ragged
 from verl_omni.workers.rewriter import Rewriter
@@ -176,3 +178,24 @@ def test_generation_settings_that_transformers_would_not_write_are_kept_as_they_
     CausalLM.write_part(model_config, model, model.state_dict(), str(tmp_path / "export/rewriter"))
     assert (tmp_path / "export/generation_config.json").read_text() == odd
     AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+
+
+def test_a_writer_says_itself_which_folders_are_its_own(tmp_path, monkeypatch):
+    class Mine(CausalLM):
+        model_types = ("my_type",)
+        drawn_by = "MyPipeline"
+
+    adapters = DiffusionModelBase.registry.adapters
+    monkeypatch.setattr(DiffusionModelBase.registry, "adapters", dict(adapters))
+    monkeypatch.setattr("verl_omni.utils.registry.registrations", {})  # no worker is to import this file
+    DiffusionModelBase.register("MyWriter")(Mine)
+    found = {}
+    for kind in ("my_type", "glm_image", "llama"):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        architecture, adapter = writer_of(str(tmp_path))
+        found[kind] = (architecture, adapter.drawn_by)
+    assert found == {
+        "my_type": ("MyWriter", "MyPipeline"),
+        "glm_image": ("GlmImageForConditionalGeneration", "GlmImagePipeline"),
+        "llama": (CAUSAL_LM, None),
+    }

@@ -13,7 +13,7 @@ from verl_omni.agent_loop.outputs import DiffusionAgentLoopOutput
 from verl_omni.agent_loop.routing import Block
 from verl_omni.config import RewriterConfig
 from verl_omni.data.open_images import open_images
-from verl_omni.pipelines.glm_image.writer import IMAGE_TOKENS, writer_of
+from verl_omni.pipelines.causal_lm import writer_of
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.workers.rollout.base import RolloutOutput
 
@@ -32,7 +32,7 @@ class RewritingAgentLoopWorker(DiffusionAgentLoopWorker):
         super().__init__(config, *args, **kwargs)
         self.rewriter: RewriterConfig = OmegaConf.to_object(config.actor_rollout_ref.rewriter)
         self.adapter = DiffusionModelBase.get_class(self.model_config)
-        self.writes_images = writer_of(self.rewriter.path) == IMAGE_TOKENS
+        self.writes_images = writer_of(self.rewriter.path)[1].drawn_by is not None
 
     async def _run_agent_loop(
         self, sampling_params: dict[str, Any], row: dict[str, Any], block: Block

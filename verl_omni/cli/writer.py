@@ -10,8 +10,7 @@ import torch
 from verl_omni.agent_loop.rewriting import longest_that_fits, read_text
 from verl_omni.cli.trained import Weights
 from verl_omni.config import DiffusionModelConfig, RewriterConfig
-from verl_omni.pipelines.causal_lm import CAUSAL_LM, CausalLM, load_tokenizer
-from verl_omni.pipelines.glm_image.writer import IMAGE_TOKENS, writer_of
+from verl_omni.pipelines.causal_lm import CAUSAL_LM, CausalLM, load_tokenizer, writer_of
 from verl_omni.utils.seeds import derive_seed
 from verl_omni.workers.rollout.text_rollout import TextRequest, TextRollout
 
@@ -35,7 +34,7 @@ class Writer:
                 f"{weights.export} was trained with a rewriter before it, whose weights are not beside it: name the "
                 "checkpoint, RUN/global_step_N, which has both"
             )
-        if writer_of(str(weights.rewriter)) == IMAGE_TOKENS:  # the model's own folder has one that writes them
+        if writer_of(str(weights.rewriter))[1].drawn_by is not None:  # the model's own folder has one that writes them
             return None
         return cls(RewriterConfig(**settings), weights.rewriter, device, dtype)
 

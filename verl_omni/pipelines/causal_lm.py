@@ -3,12 +3,15 @@
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from verl_omni.config import DiffusionModelConfig
+from verl_omni.pipelines.builtin import OTHERS
 from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.utils.hub import model_folder
+from verl_omni.utils.json_files import read_object
 from verl_omni.utils.model_code import refuse_code
 
 CAUSAL_LM = "AutoModelForCausalLM"
@@ -20,6 +23,10 @@ class CausalLM(DiffusionModelBase):
 
     trained_components = ("rewriter",)
     size_multiple = 1
+    # The folders that are an adapter's own, by the model_type of their config.json. This one has all others.
+    model_types: ClassVar[tuple[str, ...]] = ()
+    # The architecture that draws the tokens that are written; None: texts are written, for anything that reads them.
+    drawn_by: ClassVar[str | None] = None
 
     @classmethod
     def makes(cls, model_config: DiffusionModelConfig) -> str:
@@ -102,6 +109,20 @@ class CausalLM(DiffusionModelBase):
     @classmethod
     def write_tokenizer(cls, model_config: DiffusionModelConfig, place: Path) -> None:
         load_tokenizer(model_config.path).save_pretrained(place)
+
+
+def writer_of(path: str) -> tuple[str, type[CausalLM]]:
+    """The architecture of what `actor_rollout_ref.rewriter.path` names, a folder or a model on the hub; its adapter."""
+    folder = model_folder(path, weights=False, setting="actor_rollout_ref.rewriter.path")
+    model_type = read_object(Path(folder).expanduser() / "config.json").get("model_type")
+    registry = DiffusionModelBase.registry
+    for architecture in OTHERS:
+        registry.find(architecture, "flow_grpo")  # ours are there from now on
+    for architecture, adapters in registry.adapters.items():
+        for adapter in map(adapters.get, adapters):
+            if issubclass(adapter, CausalLM) and model_type in adapter.model_types:
+                return architecture, adapter
+    return CAUSAL_LM, CausalLM
 
 
 def load_tokenizer(path: str) -> Any:

@@ -16,8 +16,7 @@ from verl_omni.config import (
     DiffusionRolloutConfig,
     RewriterConfig,
 )
-from verl_omni.pipelines.causal_lm import CAUSAL_LM, load_tokenizer
-from verl_omni.pipelines.glm_image.writer import writer_of
+from verl_omni.pipelines.causal_lm import load_tokenizer, writer_of
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.utils.errors import RunError
 from verl_omni.workers.columns import Ragged
@@ -42,8 +41,8 @@ class Rewriter:
         generator: DiffusionModelConfig | None = None,
     ):
         self.config, self.actor = config, actor
-        architecture = writer_of(config.path)
-        self.writes_images = architecture != CAUSAL_LM
+        architecture, writer = writer_of(config.path)
+        self.writes_images = writer.drawn_by is not None
         engine = engine_class("fsdp2")
         plain = {"use_torch_compile": False, "compile_ahead": False, "fold_lora": None, "attention_backend": None}
         self.engine = engine(
@@ -57,7 +56,7 @@ class Rewriter:
         self.engine.initialize()
         self.engine.micro_batch_size = config.micro_batch_size_per_gpu
         if self.writes_images:
-            written_by = ImageTokenRollout
+            written_by = functools.partial(ImageTokenRollout, writer)
             tokenizer = DiffusionModelBase.get_class(generator).load_tokenizers(generator)["processor"]
         else:
             written_by, tokenizer = TextRollout, load_tokenizer(self.engine.model_config.path)

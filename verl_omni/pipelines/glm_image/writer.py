@@ -7,23 +7,19 @@ import torch
 from safetensors import safe_open
 
 from verl_omni.config import DiffusionModelConfig
-from verl_omni.pipelines.causal_lm import CAUSAL_LM, CausalLM
+from verl_omni.pipelines.causal_lm import CausalLM
+from verl_omni.pipelines.glm_image import image_tokens
 from verl_omni.pipelines.model_base import DiffusionModelBase
-from verl_omni.utils.hub import model_folder
-from verl_omni.utils.json_files import read_object
-
-IMAGE_TOKENS = "GlmImageForConditionalGeneration"
 
 
-def writer_of(path: str) -> str:
-    """The architecture of what `actor_rollout_ref.rewriter.path` names, a folder or a model on the hub."""
-    folder = model_folder(path, weights=False, setting="actor_rollout_ref.rewriter.path")
-    config = read_object(Path(folder).expanduser() / "config.json")
-    return IMAGE_TOKENS if config.get("model_type") == "glm_image" else CAUSAL_LM
-
-
-@DiffusionModelBase.register(IMAGE_TOKENS)
+@DiffusionModelBase.register("GlmImageForConditionalGeneration")
 class ImageTokenWriter(CausalLM):
+    model_types = ("glm_image",)
+    drawn_by = "GlmImagePipeline"
+    # How it is asked, for a rollout; the tokenizer is GLM-Image's processor.
+    asked, target = staticmethod(image_tokens.asked), staticmethod(image_tokens.target)
+    as_grids, positions = staticmethod(image_tokens.as_grids), staticmethod(image_tokens.positions)
+
     @classmethod
     def model_class(cls) -> Any:
         from transformers import GlmImageForConditionalGeneration

@@ -6,13 +6,13 @@ from pathlib import Path
 from verl_omni.config import RewriterConfig
 from verl_omni.config.knob import typed
 from verl_omni.config.schema import DiffusionTrainerConfig
-from verl_omni.pipelines.glm_image.writer import IMAGE_TOKENS, writer_of
+from verl_omni.pipelines.causal_lm import writer_of
 from verl_omni.utils.hub import model_folder
 from verl_omni.utils.json_files import read_object
 from verl_omni.utils.model_code import refuse_code
+from verl_omni.workers.rollout import engine_class
 
 WHERE = "actor_rollout_ref.rewriter"
-GLM_IMAGE = "GlmImagePipeline"
 
 
 def check_rewriter(settings: DiffusionTrainerConfig) -> None:
@@ -20,8 +20,9 @@ def check_rewriter(settings: DiffusionTrainerConfig) -> None:
     if rewriter.path is None:
         return
     folder = _check_folder(rewriter.path)
-    if writer_of(str(folder)) == IMAGE_TOKENS:
-        _check_image_tokens(settings)
+    _, writer = writer_of(str(folder))
+    if writer.drawn_by is not None:
+        _check_image_tokens(settings, writer.drawn_by)
     else:
         _check_language_model(folder, rewriter.path)
     if "{prompt}" not in rewriter.template:
@@ -49,12 +50,12 @@ def _check_folder(path: str) -> Path:
     return folder
 
 
-def _check_image_tokens(settings: DiffusionTrainerConfig) -> None:
+def _check_image_tokens(settings: DiffusionTrainerConfig, drawn_by: str) -> None:
     """It writes no text: settings of texts say nothing."""
     rewriter, architecture = settings.actor_rollout_ref.rewriter, settings.actor_rollout_ref.model.architecture
-    if architecture != GLM_IMAGE:
+    if architecture != drawn_by:
         raise ValueError(
-            f'{WHERE}.path="{rewriter.path}" writes tokens of images, which {GLM_IMAGE} draws, and the model is a '
+            f'{WHERE}.path="{rewriter.path}" writes tokens of images, which {drawn_by} draws, and the model is a '
             f"{architecture}: give a language model"
         )
     for name in ("max_new_tokens", "system", "template", "format"):
@@ -108,10 +109,11 @@ def _check_what_learns(settings: DiffusionTrainerConfig) -> None:
 def _not_yet(settings: DiffusionTrainerConfig) -> list[tuple[str, object, object, str]]:
     """(setting, its value, the only one that goes with a rewriter, why)."""
     arr, correction = settings.actor_rollout_ref, settings.algorithm.rollout_correction
+    copies = engine_class(arr.rollout.name).has_a_copy
     own = "a rewriter writes in the training workers"
     return [
         ("trainer.mode", settings.trainer.mode, "colocated", own),
-        ("actor_rollout_ref.rollout.name", arr.rollout.name, "diffusers", own),
+        ("actor_rollout_ref.rollout.name", arr.rollout.name, "diffusers" if copies else arr.rollout.name, own),
         ("actor_rollout_ref.actor.strategy", arr.actor.strategy, "fsdp2", "a rewriter is trained by FSDP2"),
         (
             "actor_rollout_ref.actor.checkpoint.async_save",
