@@ -16,7 +16,11 @@ from verl_omni.algorithms.registry import _ESTIMATORS, _LOSSES
 from verl_omni.config import DiffusionActorConfig, DiffusionModelConfig, FSDPConfig, VeOmniConfig, schema
 from verl_omni.config.actor import OPTIMIZERS
 from verl_omni.config.knob import walk
-from verl_omni.trainer.checks.workers import check_veomni, empty_modules
+from verl_omni.trainer.checks.workers import check_training_engine, empty_modules
+from verl_omni.workers import rollout
+from verl_omni.workers.rollout.batched import BatchedRollout
+from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
+from verl_omni.workers.rollout.server import RolloutServer
 
 ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 ENGINE = f"{ROLLOUT}.checkpoint_engine"
@@ -447,6 +451,54 @@ def test_what_only_a_worker_would_find(overrides, said, tmp_path):
     assert said in refused(*[override.format(**places) for override in overrides])
 
 
+@pytest.fixture
+def engine_of_my_own(monkeypatch):
+    """One that draws with the trained module, as diffusers' does, and one that only says that it draws."""
+    monkeypatch.setattr(rollout._OWN, "_entries", dict(rollout._OWN._entries))
+    monkeypatch.setattr("verl_omni.utils.registry.registrations", {})  # no worker is to import this file
+
+    def add(name, **declared):
+        bases = (BatchedRollout,) if name == "bare" else (DiffusersRollout,)
+        rollout.register_rollout(name, server=RolloutServer)(type(name, bases, declared))
+
+    return add
+
+
+TOGETHER_ON_TWO = (TOGETHER, TWO_RANKS, f"{ULYSSES}=2")
+
+
+@pytest.mark.parametrize("asked", [(BLOCKS, TWO_RANKS), TOGETHER_ON_TWO, (f"{ROLLOUT}.compile_vae=false",)])
+def test_an_engine_that_draws_as_diffusers_does_is_asked_what_it_can(asked, engine_of_my_own):
+    engine_of_my_own("mine")
+    assert prepared(f"{ROLLOUT}.name=mine", *asked).actor_rollout_ref.rollout.name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ((BLOCKS, TWO_RANKS), "rollout.name=bare does not say that it can (`draws_by_blocks`); leave it out, or set"),
+        (TOGETHER_ON_TWO, "rollout.name=bare does not say that it can (`draws_together`); leave it out"),
+        ((f"{ROLLOUT}.encoder_offload=true",), "encoder_offload=true does nothing with actor_rollout_ref.rollout."),
+        ((f"{ROLLOUT}.precision=fp8",), "rollout.name=bare does not say that it can draw so (`precisions`)"),
+    ],
+)
+def test_an_engine_that_says_nothing_of_itself_is_taken_at_its_word(asked, said, engine_of_my_own):
+    engine_of_my_own("bare")
+    assert said in refused(f"{ROLLOUT}.name=bare", *asked)
+
+
+def test_an_engine_says_itself_what_it_cannot_draw(engine_of_my_own):
+    def check(cls, settings):
+        raise ValueError(f"mine draws no {settings.actor_rollout_ref.model.architecture}")
+
+    engine_of_my_own("mine", check=classmethod(check), has_a_copy=True, draws_by_blocks=False)
+    assert "mine draws no QwenImagePipeline" in refused(f"{ROLLOUT}.name=mine")
+    engine_of_my_own("other", has_a_copy=True, draws_by_blocks=False)
+    assert "rollout.name=other draws with a copy of its own" in refused(f"{ROLLOUT}.name=other", BLOCKS, TWO_RANKS)
+    folded = (LORA, f"{ACTOR}.engine.fold_lora=true")
+    assert "fold_lora=true does nothing with actor_rollout_ref" in refused(f"{ROLLOUT}.name=other", *folded)
+
+
 @pytest.mark.parametrize(("tracker", "package"), [("wandb", "wandb"), ("vemlp_wandb", "volcengine_ml_platform")])
 def test_a_tracker_whose_package_is_missing(tracker, package, monkeypatch):
     find = importlib.util.find_spec
@@ -479,7 +531,7 @@ def test_a_training_engine_whose_package_is_missing(monkeypatch):
 def test_what_veomni_cannot_train(name, settings, said):
     model = DiffusionModelConfig(path=str(tiny_checkpoint(name)))
     with pytest.raises(ValueError, match=said):
-        check_veomni(model, DiffusionActorConfig(strategy="veomni", **settings))
+        check_training_engine(model, DiffusionActorConfig(strategy="veomni", **settings))
 
 
 def test_settings_of_veomni_have_no_effect_on_another_engine():

@@ -11,14 +11,14 @@ from tiny_models import tiny_checkpoint
 from verl_omni.pipelines import vllm_omni
 from verl_omni.pipelines.adapter_registry import AdapterRegistry
 from verl_omni.testing.local_trainer import local_config
-from verl_omni.trainer.checks import rollout_engine
 from verl_omni.utils.json_files import read_object
+from verl_omni.workers.rollout.vllm_rollout import checks
 
 A = "actor_rollout_ref."
 SERVER = [f"{A}rollout.name=vllm_omni", f"{A}hybrid_engine=false"]
 CASES = {
-    "compiled VAE": ([f"{A}rollout.compile_vae=false"], "rollout.compile_vae is for the diffusers engine"),
-    "encoders": ([f"{A}rollout.encoder_offload=true"], "rollout.encoder_offload is for the diffusers engine"),
+    "compiled VAE": ([f"{A}rollout.compile_vae=false"], "rollout.compile_vae=false does nothing with actor_"),
+    "encoders": ([f"{A}rollout.encoder_offload=true"], "rollout.encoder_offload=true does nothing with"),
     "random weights": ([f"{A}model.load_format=dummy"], "model.load_format=dummy: vLLM-Omni reads the model's folder"),
     "folded LoRA": (
         [f"{A}hybrid_engine=true", f"{A}model.lora_rank=4", f"{A}actor.engine.fold_lora=true"],
@@ -32,7 +32,7 @@ CASES = {
 @pytest.fixture
 def there(monkeypatch):
     """As if vllm-omni were installed: nothing of it is imported before a worker starts."""
-    monkeypatch.setattr(rollout_engine, "installed", lambda: True)
+    monkeypatch.setattr(checks, "installed", lambda: True)
     monkeypatch.setattr(vllm_omni.VllmOmniPipelineBase.registry, "builtin", vllm_omni._BUILTIN)
 
 
@@ -60,7 +60,7 @@ def test_what_it_cannot_do_is_said(there, name):
 
 
 def test_without_the_package_it_is_said_what_to_install(monkeypatch):
-    monkeypatch.setattr(rollout_engine, "installed", lambda: False)
+    monkeypatch.setattr(checks, "installed", lambda: False)
     line = one_line()
     assert "vllm-omni is not installed here: type make vllm-omni" in line and "or choose diffusers" in line
     assert "on a CPU without a clone, pip install 'verl-omni[vllm-omni-cpu]' and VLLM_TARGET_DEVICE=empty" in line

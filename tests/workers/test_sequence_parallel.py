@@ -14,7 +14,7 @@ from test_two_ranks import whole
 from tiny_models import tiny_checkpoint
 
 from verl_omni.config import CheckpointConfig, DiffusionActorConfig, FSDPConfig, OptimizerConfig, VeOmniConfig
-from verl_omni.trainer.checks.workers import check_shared_sequence
+from verl_omni.trainer.checks.workers import check_training_engine
 from verl_omni.workers.engine.protocol import TrainingEngine
 from verl_omni.workers.engine.registry import engine_class
 from verl_omni.workers.engine.sequence import SharedSequence
@@ -163,7 +163,7 @@ def test_what_cannot_be_shared_is_refused(name, size, said):
     actor = DiffusionActorConfig()
     actor.fsdp_config.ulysses_sequence_parallel_size = 2
     with pytest.raises(ValueError, match=said):
-        check_shared_sequence(model_config, actor)
+        check_training_engine(model_config, actor)
 
 
 def test_a_sample_of_an_odd_number_of_tokens_is_refused_in_words():

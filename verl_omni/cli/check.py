@@ -31,6 +31,7 @@ def check(config: "DictConfig") -> None:
 
     load_libraries(config)
     from verl_omni.trainer.checks.preflight import check_start
+    from verl_omni.workers.rollout import engine_class
 
     with mistakes_in_one_line():
         with step("settings, data and rewards"):
@@ -49,7 +50,7 @@ def check(config: "DictConfig") -> None:
             "trainer.default_local_dir": str(FOLDER),
             f"{ARR}rollout.name": rollout.name,
             f"{ARR}rollout.engine_kwargs": rollout.engine_kwargs,
-            f"{ARR}rollout.compile_vae": False if rollout.name == "diffusers" else None,
+            f"{ARR}rollout.compile_vae": False if "compile_vae" in engine_class(rollout.name).reads else None,
             f"{ARR}rollout.val_kwargs": {"n": 1, "seed": rollout.val_kwargs.seed},
         }
         draw(prepared(alone(config, one)))

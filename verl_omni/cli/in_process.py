@@ -40,8 +40,7 @@ def load_libraries(config: DictConfig) -> None:
     """They take seconds, in which the screen would be empty."""
     from verl_omni.cli.train import import_checks
 
-    if OmegaConf.select(config, f"{ARR}rollout.name") == "vllm_omni":
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # there is no log for the rest
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # if it comes to that: there is no log for the rest
     with step("libraries, loaded"):
         import_checks(config)
 

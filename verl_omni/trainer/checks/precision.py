@@ -30,23 +30,18 @@ def check_precision(settings: DiffusionTrainerConfig) -> None:
         raise ValueError(
             f"{ARR}.actor.engine.fp8_modules={modules}: expected a list of names, such as [to_q,to_k,to_v], or null"
         )
+    draws = engine_class(arr.rollout.name)
     for name, precision in asked.items():
-        if precision not in engine_class(arr.rollout.name).precisions:
-            raise ValueError(f"{name}={precision}: {_why_not(arr.rollout.name)}; leave it out, or choose diffusers")
+        if precision not in draws.precisions:
+            raise ValueError(
+                f"{name}={precision}: {ARR}.rollout.name={arr.rollout.name} {draws.why_no_precision}; leave it out, or "
+                "choose diffusers"
+            )
     # Of other machines, the GPU that is to do it says so.
     if asked and settings.trainer.device != "cpu" and settings.ray.address is None and torch.cuda.is_available():
         refuse_old_gpu("cuda")
     if arr.ref.precision is not None:
         _check_reference(settings)
-
-
-def _why_not(engine: str) -> str:
-    if engine == "vllm_omni":
-        return (
-            f"{ARR}.rollout.name=vllm_omni quantises the weights that it reads from the model's folder, and takes no "
-            "trained ones after that"
-        )
-    return f"the rollout engine {engine} does not say that it can draw so (`precisions`)"
 
 
 def _check_reference(settings: DiffusionTrainerConfig) -> None:
@@ -74,8 +69,6 @@ def _check_reference(settings: DiffusionTrainerConfig) -> None:
             "leave it out"
         )
     trains = training_engine(arr.actor.strategy)
-    if trains.cuts_samples(trains.settings(arr.actor)):
-        raise ValueError(
-            f"{where} is for ranks that compute whole samples: leave it out, or "
-            f"{ARR}.actor.fsdp_config.ulysses_sequence_parallel_size (veomni_config.ulysses_parallel_size)"
-        )
+    ranks, shared = trains.shared_by(trains.settings(arr.actor))
+    if ranks > 1:
+        raise ValueError(f"{where} is for ranks that compute whole samples: leave it out, or {shared}")

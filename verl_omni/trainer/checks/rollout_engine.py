@@ -3,16 +3,17 @@
 import inspect
 
 from verl_omni.config import DiffusionRolloutConfig
+from verl_omni.config.knob import typed
 from verl_omni.config.rollout import HTTP
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
-from verl_omni.pipelines.utils import read_index
-from verl_omni.pipelines.vllm_omni import INSTALL, VllmOmniPipelineBase, installed
 from verl_omni.utils.listening import is_loopback
 from verl_omni.workers.rollout import engine_class
 from verl_omni.workers.rollout.image_request import http_token
 
-ARR, NAME = "actor_rollout_ref", "actor_rollout_ref.rollout.name=vllm_omni"
+ARR = "actor_rollout_ref"
+# Settings of `rollout` that an engine reads only if it says so (`reads`); null is its own choice.
+OF_SOME_ENGINES = ("compile_vae", "encoder_offload")
 
 
 def check_checkpoint_engine(settings: DiffusionTrainerConfig) -> None:
@@ -73,15 +74,16 @@ def check_http(settings: DiffusionTrainerConfig) -> None:
 
 def check_gather(settings: DiffusionTrainerConfig) -> None:
     """Drawing block by block is for ranks that share a model, and for engines that can."""
-    from verl_omni.workers.engine.registry import engine_class, layout_of  # which imports verl
+    from verl_omni.workers.engine.registry import engine_class as training_engine  # which imports verl
+    from verl_omni.workers.engine.registry import layout_of
 
     arr = settings.actor_rollout_ref
     if arr.rollout.gather != "blocks":
         return
     shown, whole = f"{ARR}.rollout.gather=blocks", f"leave it out, or set {ARR}.rollout.gather=whole"
-    if arr.rollout.name != "diffusers":
-        raise ValueError(f"{shown}: {ARR}.rollout.name={arr.rollout.name} draws with a copy of its own; {whole}")
-    if not engine_class(arr.actor.strategy).draws_by_blocks:
+    if not engine_class(arr.rollout.name).draws_by_blocks:
+        raise ValueError(f"{shown}: {_why_not(arr.rollout.name, 'draws_by_blocks')}; {whole}")
+    if not training_engine(arr.actor.strategy).draws_by_blocks:
         raise ValueError(f"{shown}: {ARR}.actor.strategy={arr.actor.strategy} draws with the whole model; {whole}")
     layout = layout_of(settings)
     if not layout.is_spread:
@@ -100,14 +102,15 @@ def check_gather(settings: DiffusionTrainerConfig) -> None:
 
 def check_share_samples(settings: DiffusionTrainerConfig) -> None:
     """Drawing together is for ranks that train together, and for engines that can."""
-    from verl_omni.workers.engine.registry import engine_class, layout_of
+    from verl_omni.workers.engine.registry import engine_class as training_engine
+    from verl_omni.workers.engine.registry import layout_of
 
     arr, shown = settings.actor_rollout_ref, f"{ARR}.rollout.share_samples=true"
     if not arr.rollout.share_samples:
         return
-    if arr.rollout.name != "diffusers":
-        raise ValueError(f"{shown}: {ARR}.rollout.name={arr.rollout.name} draws with a copy of its own; leave it out")
-    if not engine_class(arr.actor.strategy).draws_together:
+    if not engine_class(arr.rollout.name).draws_together:
+        raise ValueError(f"{shown}: {_why_not(arr.rollout.name, 'draws_together')}; leave it out")
+    if not training_engine(arr.actor.strategy).draws_together:
         raise ValueError(f"{shown}: with {ARR}.actor.strategy={arr.actor.strategy} each rank draws alone; leave it out")
     if layout_of(settings).sequence == 1:
         raise ValueError(
@@ -134,24 +137,21 @@ def check_reward_input(settings: DiffusionTrainerConfig) -> None:
 
 
 def check_rollout_engine(settings: DiffusionTrainerConfig) -> None:
+    """It can draw this, and reads what is set for it."""
     arr = settings.actor_rollout_ref
-    if arr.rollout.name != "vllm_omni" or settings.algorithm.sample_source != "online":
+    if settings.algorithm.sample_source != "online":
         return
-    if not installed():
-        raise ValueError(f"{NAME}: vllm-omni is not installed here: type {INSTALL}, or choose diffusers")
-    VllmOmniPipelineBase.check(arr.model.architecture)
-    for component in DiffusionModelBase.get_class(arr.model).vllm_omni_needs:
-        if (read_index(arr.model.path).get(component) or [None])[0] is None:
+    engine = engine_class(arr.rollout.name)
+    engine.check(settings)
+    for name in OF_SOME_ENGINES:
+        if (value := getattr(arr.rollout, name)) is not None and name not in engine.reads:
             raise ValueError(
-                f"{NAME}: vLLM-Omni's {arr.model.architecture} needs a {component}, and {arr.model.path} has none; "
-                "choose diffusers"
+                f"{ARR}.rollout.{name}={typed(value)} does nothing with {ARR}.rollout.name={arr.rollout.name}, which "
+                "does not read it: leave it out"
             )
-    for name in ("compile_vae", "encoder_offload"):
-        if getattr(arr.rollout, name) is not None:
-            raise ValueError(f"{ARR}.rollout.{name} is for the diffusers engine and does nothing with {NAME}")
-    for name, usual in (("load_format", "auto"), ("transformer_subfolder", "transformer"), ("config_path", None)):
-        if getattr(arr.model, name) != usual:
-            raise ValueError(
-                f"{ARR}.model.{name}={getattr(arr.model, name)}: vLLM-Omni reads the model's folder as diffusers "
-                f"writes it. Leave it out with {NAME}"
-            )
+
+
+def _why_not(name: str, can: str) -> str:
+    """Why an engine beside training cannot draw as it is asked to."""
+    why = "draws with a copy of its own" if engine_class(name).has_a_copy else f"does not say that it can (`{can}`)"
+    return f"{ARR}.rollout.name={name} {why}"

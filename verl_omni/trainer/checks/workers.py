@@ -22,7 +22,6 @@ from verl_omni.config import (
     OptimizerConfig,
     validation_pipeline,
 )
-from verl_omni.config.knob import typed
 from verl_omni.config.schema import DiffusionTrainerConfig, TrainerConfig
 from verl_omni.data.prompt_rows import SIZES
 from verl_omni.pipelines.model_base import DiffusionModelBase
@@ -37,7 +36,8 @@ PACKAGES = {"console": None, "jsonl": None, "file": None, "vemlp_wandb": "volcen
 
 
 def check_workers(settings: DiffusionTrainerConfig) -> None:
-    from verl_omni.workers.engine.registry import layout_of  # a typing error is told before verl is imported
+    from verl_omni.workers.engine.registry import engine_class, layout_of  # a typing error is told before verl is there
+    from verl_omni.workers.rollout import engine_class as rollout_engine
 
     arr, trainer = settings.actor_rollout_ref, settings.trainer
     check_trackers(trainer)
@@ -60,11 +60,15 @@ def check_workers(settings: DiffusionTrainerConfig) -> None:
         "fold_lora": {
             "without LoRA (model.lora_rank=0)": arr.model.lora_rank == 0,
             "beside rollout servers": servers,
-            "with actor_rollout_ref.rollout.name=vllm_omni": arr.rollout.name == "vllm_omni",
+            f"with actor_rollout_ref.rollout.name={arr.rollout.name}, which draws with a copy of its own": (
+                rollout_engine(arr.rollout.name).has_a_copy
+            ),
             f"where each of {ranks} ranks holds the whole weights (fsdp_size=1)": each_has_all,
         },
         "compile_ahead": {
-            f"with VeOmni over the {ranks} ranks": ranks > 1 and arr.actor.strategy == "veomni",
+            f"with actor_rollout_ref.actor.strategy={arr.actor.strategy} over the {ranks} ranks": (
+                ranks > 1 and not engine_class(arr.actor.strategy).compiles_ahead
+            ),
             "where ranks share samples, whose blocks are not compiled": layout.sequence > 1,
             "without compiled blocks (use_torch_compile=false)": arr.actor.engine.use_torch_compile is False,
             "on a CPU, where blocks are compiled with use_torch_compile=true only": on_a_cpu,
@@ -77,10 +81,7 @@ def check_workers(settings: DiffusionTrainerConfig) -> None:
     if settings.algorithm.sample_source == "online":
         check_engine_arguments(arr.rollout)
     check_model(arr.model, arr.actor.engine)
-    if arr.actor.strategy == "veomni":
-        check_veomni(arr.model, arr.actor)
-    elif arr.actor.fsdp_config.ulysses_sequence_parallel_size > 1:
-        check_shared_sequence(arr.model, arr.actor)
+    check_training_engine(arr.model, arr.actor)
     if arr.rollout.share_samples and settings.data.val_files is not None:
         whose = " (validation's, which is drawn with actor_rollout_ref.rollout.share_samples=true too)"
         check_even(validation_pipeline(arr.rollout), arr.model, arr.actor, whose)
@@ -195,33 +196,14 @@ def _empty_module(name: str, config: str) -> torch.nn.Module:
         return getattr(diffusers, name).from_config(json.loads(config))
 
 
-def check_shared_sequence(model: DiffusionModelConfig, actor: DiffusionActorConfig) -> None:
-    """diffusers can cut the model's samples into equal shares, and its attention heads too."""
-    ranks, where = shared_by(actor)
-    parts = empty_modules(model)
-    adapter = DiffusionModelBase.get_class(model)
-    for part in parts:
-        if adapter.token_plan(part) is None:
-            raise ValueError(f"{where}: diffusers has no plan for the tokens of {type(part).__name__}; set it to 1")
-    _check_shares(model, actor, parts, ranks, where)
+def check_training_engine(model: DiffusionModelConfig, actor: DiffusionActorConfig) -> None:
+    """It can train the model, and ranks that share samples have equal shares of them."""
+    from verl_omni.workers.engine.registry import engine_class
 
-
-def check_veomni(model: DiffusionModelConfig, actor: DiffusionActorConfig) -> None:
-    """VeOmni has a forward for the model, and can cut its samples into equal shares."""
-    from verl_omni.workers.engine.veomni.veomni_impl import check_transformer
-
-    for field in dataclasses.fields(actor.fsdp_config):
-        if (value := getattr(actor.fsdp_config, field.name)) != field.default:
-            raise ValueError(
-                f"actor_rollout_ref.actor.fsdp_config.{field.name}={typed(value)} has no effect with "
-                "actor_rollout_ref.actor.strategy=veomni, whose settings are in actor_rollout_ref.actor.veomni_config"
-            )
-    parts = empty_modules(model)
-    for part in parts:
-        check_transformer(part)
+    engine_class(actor.strategy).check(actor, DiffusionModelBase.get_class(model), lambda: empty_modules(model))
     ranks, where = shared_by(actor)
     if ranks > 1:
-        _check_shares(model, actor, parts, ranks, where)
+        _check_shares(model, actor, empty_modules(model), ranks, where)
 
 
 def _check_shares(
@@ -258,13 +240,11 @@ def check_even(
 
 
 def shared_by(actor: DiffusionActorConfig) -> tuple[int, str]:
-    """How many ranks share each sample, and the setting that says so. An engine from outside has none."""
-    if actor.strategy == "veomni":
-        section, name = "veomni_config", "ulysses_parallel_size"
-    else:
-        section, name = "fsdp_config", "ulysses_sequence_parallel_size"
-    ranks = getattr(getattr(actor, section), name)
-    return ranks, f"actor_rollout_ref.actor.{section}.{name}={ranks}"
+    """How many ranks share each sample, and the setting that says so."""
+    from verl_omni.workers.engine.registry import engine_class
+
+    engine = engine_class(actor.strategy)
+    return engine.shared_by(engine.settings(actor))
 
 
 def check_targets(targets: Any, part: torch.nn.Module) -> None:

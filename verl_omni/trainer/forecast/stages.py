@@ -16,8 +16,10 @@ from verl_omni.trainer.forecast.amounts import Amounts
 from verl_omni.trainer.forecast.model import ModelCosts, compiles
 from verl_omni.workers.engine.export import FILE_BYTES
 from verl_omni.workers.engine.optimizer import build_optimizer
+from verl_omni.workers.engine.registry import engine_class
 from verl_omni.workers.engine.step_in_pieces import PIECE
 from verl_omni.workers.layout import Layout
+from verl_omni.workers.rollout import engine_class as rollout_engine
 from verl_omni.workers.transfer.weights import BUCKET_BYTES
 
 GIB = 2**30
@@ -112,9 +114,8 @@ class RankMemory:
         """What FSDP2 gathers while blocks run one after the other."""
         if not self.layout.is_spread:
             return {}
-        veomni = self.actor.strategy == "veomni"
-        frees = self.actor.veomni_config.enable_full_shard if veomni else self.actor.fsdp_config.reshard_after_forward
-        whole = not frees
+        trains = engine_class(self.actor.strategy)
+        whole = not trains.frees_gathered(trains.settings(self.actor))
         blocks = self.weights.numel * self.itemsize if whole else self._passing
         return {"gathered blocks": blocks}
 
@@ -157,7 +158,7 @@ class RankMemory:
             return {"gathered blocks": self._passing}
         if self.layout.is_spread:
             return {"whole model, gathered": self.weights.numel * self.itemsize}
-        if self.rollout.name != "diffusers":
+        if rollout_engine(self.rollout.name).has_a_copy:
             return {f"{self.rollout.name}'s copy of the model": self.weights.numel * self.itemsize}
         return {"LoRA folded into a copy": self.weights.adapted} if self.folds else {}
 
@@ -238,7 +239,6 @@ def not_counted(settings: DiffusionTrainerConfig) -> list[str]:
         "the tokens that the model writes before it draws": writes_tokens and arr.rewriter.path is None,
         "8-bit copies of weights, and what 8 bits save": {arr.rollout.precision, arr.rollout.pool.precision} != {None},
         "the pool that images are chosen from": arr.rollout.pool.size is not None,
-        "VeOmni's own kernels, and other ways to share out": arr.actor.strategy == "veomni",
         "the gradient of the reward in an update: the decoder's activations and a reward's model": (
             "predicted_reward" in get_diffusion_loss_fn(arr.actor.diffusion_loss.loss_mode).required_model_output_keys
         ),
@@ -246,7 +246,8 @@ def not_counted(settings: DiffusionTrainerConfig) -> list[str]:
         "the seconds that weights take to the rollout servers": settings.trainer.mode != "colocated",
         "the seconds in which what is offloaded goes to the host's memory and back": _offloads(settings),
     }
-    return [what for what, asked in found.items() if asked]
+    engine = engine_class(arr.actor.strategy).not_counted
+    return [what for what, asked in found.items() if asked] + ([engine] if engine else [])
 
 
 def _offloads(settings: DiffusionTrainerConfig) -> bool:

@@ -7,6 +7,7 @@ from verl_omni.trainer.forecast.forecast import Forecast
 from verl_omni.trainer.forecast.overrides import overrides
 from verl_omni.trainer.forecast.stages import GIB, RankMemory, Stage, not_counted
 from verl_omni.trainer.forecast.ways import Way
+from verl_omni.workers.engine.registry import engine_class
 
 SHOWN = 8  # ways
 SMALL = 0.02  # of a peak: parts below are put together
@@ -57,7 +58,8 @@ def lines(forecast: Forecast) -> Iterator[str]:
             yield f"  {help.peak / GIB:6.1f} GiB{'  fits' if help.fits else '      '}  {help.typed}"
         if not found:
             yield "  no setting: share the model between more GPUs (--gpus)"
-    if forecast.gpus > 1 and forecast.ways.settings.actor_rollout_ref.actor.strategy != "veomni":
+    actor = forecast.ways.settings.actor_rollout_ref.actor
+    if forecast.gpus > 1 and engine_class(actor.strategy).settings(actor) is actor.fsdp_config:  # others have their own
         yield ""
         yield from other_ways(forecast)
 

@@ -10,7 +10,7 @@ from typing import Any
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.perf.plan import UNDER_WAY
 from verl_omni.perf.rates import GPUS_A_MACHINE, USABLE, Rates
-from verl_omni.trainer.checks.workers import check_shared_sequence
+from verl_omni.trainer.checks.workers import check_training_engine
 from verl_omni.trainer.forecast.amounts import Amounts, amounts
 from verl_omni.trainer.forecast.machines import divisors, on_machines
 from verl_omni.trainer.forecast.model import ModelCosts
@@ -135,7 +135,7 @@ class Ways:
         arr = self.settings.actor_rollout_ref
         own = dataclasses.replace(arr.actor.fsdp_config, ulysses_sequence_parallel_size=sequence)
         try:
-            check_shared_sequence(arr.model, dataclasses.replace(arr.actor, fsdp_config=own))
+            check_training_engine(arr.model, dataclasses.replace(arr.actor, fsdp_config=own))
         except ValueError:
             return False
         return True

@@ -120,7 +120,7 @@ class DiffusionEngine(Passes):
     def _compiles_ahead(self) -> bool:
         """Of several ranks one on each machine, where asked for: the others find its kernels on disk."""
         if self.layout.is_spread:
-            return bool(self.common.compile_ahead) and self.as_spread() is not None and first_on_its_machine()
+            return bool(self.common.compile_ahead) and self.compiles_ahead and first_on_its_machine()
         return on_gpu(self.common.compile_ahead, self.device) and first_on_its_machine()
 
     def as_spread(self) -> Callable[[torch.nn.Module], None] | None:

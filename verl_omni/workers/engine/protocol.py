@@ -74,6 +74,10 @@ class TrainingEngine(BaseEngine, ABC):
     draws_by_blocks: ClassVar[bool] = False
     #: whether ranks that share samples in training can draw them so: see `together`
     draws_together: ClassVar[bool] = False
+    #: whether a rank alone can compile ahead what several compute: see `as_spread`
+    compiles_ahead: ClassVar[bool] = False
+    #: what of it a forecast of memory and seconds does not know; None: nothing
+    not_counted: ClassVar[str | None] = "what this training engine does in another way than FSDP2"
 
     @classmethod
     def settings(cls, actor: DiffusionActorConfig) -> Any:
@@ -86,8 +90,27 @@ class TrainingEngine(BaseEngine, ABC):
         raise NotImplementedError
 
     @classmethod
+    def check(
+        cls,
+        actor: DiffusionActorConfig,
+        adapter: type[DiffusionModelBase],
+        parts: Callable[[], Sequence[torch.nn.Module]],
+    ) -> None:
+        """Refuse, in one line, what it cannot train; `parts` builds the trained modules without their weights. The
+        driver asks it before anything starts."""
+
+    @classmethod
+    def shared_by(cls, engine_config: Any) -> tuple[int, str]:
+        """How many ranks compute one sample together, and the setting that says so. The driver asks it too."""
+        return 1, ""
+
+    @classmethod
     def cuts_samples(cls, engine_config: Any) -> bool:
-        """Whether several ranks compute one sample together. The driver asks it too."""
+        return cls.shared_by(engine_config)[0] > 1
+
+    @classmethod
+    def frees_gathered(cls, engine_config: Any) -> bool:
+        """Whether weights that were gathered for a forward are freed after it. The driver asks it too."""
         return False
 
     @property

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from verl_omni.config import DiffusionModelConfig
+from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.utils.responses import Latents, Response, Sound, VideoWithSound, kind_of
 
@@ -77,6 +78,10 @@ class RolloutEngine(ABC):
     precisions: ClassVar[tuple[str, ...]] = ()
     #: whether it gives the latents of a sample where it is asked for them (`latents` of a request, `reward.input`)
     gives_latents: ClassVar[bool] = False
+    #: why it has no others, after its name
+    why_no_precision: ClassVar[str] = "does not say that it can draw so (`precisions`)"
+    #: settings of `actor_rollout_ref.rollout` that only some engines read, and it does: others are refused
+    reads: ClassVar[tuple[str, ...]] = ()
     #: of the weights that the next request is drawn with
     version: int = 0
 
@@ -90,6 +95,10 @@ class RolloutEngine(ABC):
         """What trained weights are rounded to before they are sent to it, where training computes in `dtype`: the dtype
         that it holds them in. None: as training holds them."""
         return None
+
+    @classmethod  # noqa: B027  (most have nothing to refuse)
+    def check(cls, settings: DiffusionTrainerConfig) -> None:
+        """Refuse, in one line, what it cannot draw with. The driver asks it before anything starts."""
 
     @abstractmethod
     async def generate(

@@ -5,7 +5,7 @@ import contextlib
 import threading
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,7 +19,11 @@ from verl_omni.workers.rollout.base import RolloutEngine, RolloutOutput
 
 class BatchedRollout(RolloutEngine):
     #: in a training worker: whether it draws with weights of its own, not with the ones that are trained
-    has_a_copy: bool = False
+    has_a_copy: ClassVar[bool] = False
+    #: there: whether it can draw with weights that no rank holds whole (`rollout.gather=blocks`)
+    draws_by_blocks: ClassVar[bool] = False
+    #: there: whether ranks that share samples in training can draw them so (`rollout.share_samples`)
+    draws_together: ClassVar[bool] = False
 
     def __init__(self, config: DiffusionRolloutConfig, model_config: DiffusionModelConfig):
         self.config, self.model_config = config, model_config

@@ -3,13 +3,14 @@
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from verl_omni.config import DiffusionActorConfig, FSDPConfig
+from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.workers.engine.base import MODEL_TYPE, DiffusionEngine
 from verl_omni.workers.engine.fsdp.in_step import InStep
 from verl_omni.workers.engine.fsdp.shard import shard, shard_alone
@@ -19,6 +20,9 @@ from verl_omni.workers.layout import Layout
 with warnings.catch_warnings():  # verl announces every engine whose package is not installed
     warnings.simplefilter("ignore")
     from verl.workers.engine.base import EngineRegistry
+
+
+SHARE = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
 
 
 def divided(world: int, shard_group: tuple[str, int], sequence: tuple[str, int]) -> Layout:
@@ -38,7 +42,8 @@ def divided(world: int, shard_group: tuple[str, int], sequence: tuple[str, int])
 class DiffusersFSDPEngine(DiffusionEngine):
     """One rank trains the module as it is; several hold a share of each block, and gather it when it is used."""
 
-    draws_by_blocks = draws_together = True
+    draws_by_blocks = draws_together = compiles_ahead = True
+    not_counted = None
 
     @classmethod
     def settings(cls, actor: DiffusionActorConfig) -> FSDPConfig:
@@ -49,20 +54,34 @@ class DiffusersFSDPEngine(DiffusionEngine):
         return divided(
             world,
             ("actor_rollout_ref.actor.fsdp_config.fsdp_size", engine_config.fsdp_size),
-            (
-                "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size",
-                engine_config.ulysses_sequence_parallel_size,
-            ),
+            (SHARE, engine_config.ulysses_sequence_parallel_size),
         )
 
     @classmethod
-    def cuts_samples(cls, engine_config: FSDPConfig) -> bool:
-        return engine_config.ulysses_sequence_parallel_size > 1
+    def check(
+        cls,
+        actor: DiffusionActorConfig,
+        adapter: type[DiffusionModelBase],
+        parts: Callable[[], Sequence[torch.nn.Module]],
+    ) -> None:
+        """diffusers can cut the model's samples."""
+        ranks, where = cls.shared_by(cls.settings(actor))
+        for part in parts() if ranks > 1 else ():
+            if adapter.token_plan(part) is None:
+                raise ValueError(f"{where}: diffusers has no plan for the tokens of {type(part).__name__}; set it to 1")
+
+    @classmethod
+    def shared_by(cls, engine_config: FSDPConfig) -> tuple[int, str]:
+        ranks = engine_config.ulysses_sequence_parallel_size
+        return ranks, f"{SHARE}={ranks}"
+
+    @classmethod
+    def frees_gathered(cls, engine_config: FSDPConfig) -> bool:
+        return engine_config.reshard_after_forward
 
     @property
     def reshards(self) -> bool:
-        """Whether weights that were gathered for a forward are freed after it."""
-        return self.engine_config.reshard_after_forward
+        return self.frees_gathered(self.engine_config)
 
     def spread(self) -> None:
         self.mesh = self.layout.weights(self.device.type)

@@ -1,11 +1,15 @@
 """VeOmni: the same transformers, spread over ranks and sharing tokens by VeOmni's own code."""
 
+import dataclasses
 import importlib.util
 import warnings
+from collections.abc import Callable, Sequence
 
 import torch
 
 from verl_omni.config import DiffusionActorConfig, VeOmniConfig
+from verl_omni.config.knob import typed
+from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.workers.engine.base import MODEL_TYPE
 from verl_omni.workers.engine.fsdp.diffusers_impl import DiffusersFSDPEngine, divided
 from verl_omni.workers.layout import Layout
@@ -14,6 +18,7 @@ with warnings.catch_warnings():  # verl announces every engine whose package is 
     warnings.simplefilter("ignore")
     from verl.workers.engine.base import EngineRegistry
 
+SHARE = "actor_rollout_ref.actor.veomni_config.ulysses_parallel_size"
 INSTALL = "make veomni (a CPU), or pip install 'verl-omni[veomni]' in an environment of its own"
 # The transformers that VeOmni has a forward for, by the names that diffusers gives them.
 TRANSFORMERS = ("QwenImageTransformer2DModel", "WanTransformer3DModel")
@@ -38,6 +43,8 @@ class VeOmniEngine(DiffusersFSDPEngine):
 
     draws_by_blocks = False  # it gathers blocks ahead of their turn
     draws_together = False
+    compiles_ahead = False  # its attention asks for ranks, and a process that compiles ahead has none
+    not_counted = "VeOmni's own kernels, and other ways to share out"
 
     @classmethod
     def settings(cls, actor: DiffusionActorConfig) -> VeOmniConfig:
@@ -50,19 +57,35 @@ class VeOmniEngine(DiffusersFSDPEngine):
         return divided(
             world,
             ("actor_rollout_ref.actor.veomni_config.fsdp_size", engine_config.fsdp_size),
-            ("actor_rollout_ref.actor.veomni_config.ulysses_parallel_size", engine_config.ulysses_parallel_size),
+            (SHARE, engine_config.ulysses_parallel_size),
         )
 
     @classmethod
-    def cuts_samples(cls, engine_config: VeOmniConfig) -> bool:
-        return engine_config.ulysses_parallel_size > 1
+    def check(
+        cls,
+        actor: DiffusionActorConfig,
+        adapter: type[DiffusionModelBase],
+        parts: Callable[[], Sequence[torch.nn.Module]],
+    ) -> None:
+        """VeOmni has a forward for the model, and no setting of FSDP2 is meant."""
+        for field in dataclasses.fields(actor.fsdp_config):
+            if (value := getattr(actor.fsdp_config, field.name)) != field.default:
+                raise ValueError(
+                    f"actor_rollout_ref.actor.fsdp_config.{field.name}={typed(value)} has no effect with "
+                    "actor_rollout_ref.actor.strategy=veomni, whose settings are in "
+                    "actor_rollout_ref.actor.veomni_config"
+                )
+        for part in parts():
+            check_transformer(part)
 
-    @property
-    def reshards(self) -> bool:
-        return self.engine_config.enable_full_shard
+    @classmethod
+    def shared_by(cls, engine_config: VeOmniConfig) -> tuple[int, str]:
+        ranks = engine_config.ulysses_parallel_size
+        return ranks, f"{SHARE}={ranks}"
 
-    def as_spread(self) -> None:
-        """Its attention asks for ranks, and a process that compiles ahead has none."""
+    @classmethod
+    def frees_gathered(cls, engine_config: VeOmniConfig) -> bool:
+        return engine_config.enable_full_shard
 
     def equip(self) -> None:
         from verl_omni.workers.engine.veomni.models import compute_with_veomni

@@ -13,6 +13,7 @@ from verl.utils.device import get_torch_device
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
 from verl_omni.config import DiffusionModelConfig, DiffusionRolloutConfig
+from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.perf.memory import names_memory_knobs
 from verl_omni.pipelines.drawing import Drawer, Request, equal_parts
 from verl_omni.pipelines.model_base import DiffusionModelBase
@@ -23,12 +24,16 @@ from verl_omni.workers.engine.protocol import TrainingEngine
 from verl_omni.workers.host_memory import HostMemory, bring
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.batched import BatchedRollout, answer
+from verl_omni.workers.rollout.vllm_rollout.checks import check_model
 from verl_omni.workers.rollout.vllm_rollout.loading import TrainedWeights
 
 
 class VllmOmniRollout(BatchedRollout):
     has_a_copy = True
     gives_latents = True
+    why_no_precision = (
+        "quantises the weights that it reads from the model's folder, and takes no trained ones after that"
+    )
 
     def __init__(
         self,
@@ -64,6 +69,10 @@ class VllmOmniRollout(BatchedRollout):
         self._held: tuple[str, int] | None = None
         self._host = HostMemory()
         self.seconds: dict[str, float] = {}
+
+    @classmethod
+    def check(cls, settings: DiffusionTrainerConfig) -> None:
+        check_model(settings.actor_rollout_ref.model)
 
     @classmethod
     def receives(cls, model_config: DiffusionModelConfig, dtype: torch.dtype) -> torch.dtype | None:
