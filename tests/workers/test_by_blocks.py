@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from verl_omni.workers.engine.compile.blocks import repeated_blocks
 from verl_omni.workers.engine.fsdp.in_step import InStep
+from verl_omni.workers.layout import Layout
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -46,7 +47,7 @@ def drawn_apart(rank: int) -> float:
     """Ranks that hold a copy each do not wait for one another: the second draws when the first has drawn."""
     layer = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(layer.weight, 2.0)
-    apart = InStep([layer], torch.device("cpu"), ranks=1)
+    apart = InStep([layer], torch.device("cpu"), Layout(replicate=dist.get_world_size()))
     for turn in range(2):
         if turn == rank:
             with apart.running():

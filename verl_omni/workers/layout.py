@@ -1,7 +1,9 @@
 """Who holds what: the ranks that train, divided in one place for the driver and for every worker."""
 
 from dataclasses import dataclass
+from datetime import timedelta
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 # Under this name verl's dispatch asks each worker for its place.
@@ -34,13 +36,22 @@ class Layout:
         """Whether there is anything to share: a single rank trains the module as it is."""
         return self.world > 1
 
+    @property
+    def parts(self) -> int:
+        """How many ranks hold one copy of the weights, a part each."""
+        return self.shard * self.sequence
+
     def data_rank(self, rank: int) -> int:
         """Whose rows a rank works on."""
         return rank // self.sequence
 
     def speaks(self, rank: int) -> bool:
         """One rank answers for all that work on the same rows, so that a sample counts once."""
-        return rank % self.sequence == 0
+        return rank == self.speaker(rank)
+
+    def speaker(self, rank: int) -> int:
+        """The one that answers for this rank: the first of those that work on the same rows."""
+        return rank - rank % self.sequence
 
     @property
     def speakers(self) -> list[int]:
@@ -53,11 +64,24 @@ class Layout:
 
     def weights(self, device_type: str) -> DeviceMesh:
         """Over which weights are cut: `shard`, within each of the copies, `replicate`, where there are several."""
-        parts = self.shard * self.sequence
         if self.replicate == 1:
-            return init_device_mesh(device_type, (parts,), mesh_dim_names=("shard",))
-        return init_device_mesh(device_type, (self.replicate, parts), mesh_dim_names=("replicate", "shard"))
+            return init_device_mesh(device_type, (self.parts,), mesh_dim_names=("shard",))
+        return init_device_mesh(device_type, (self.replicate, self.parts), mesh_dim_names=("replicate", "shard"))
 
     def samples(self, device_type: str) -> DeviceMesh:
         """Over which samples are cut: `sequence`, within each of the ranks that have rows of their own, `data`."""
         return init_device_mesh(device_type, (self.data, self.sequence), mesh_dim_names=("data", "sequence"))
+
+    def attention(self, device_type: str) -> DeviceMesh:
+        """The same for diffusers, which has two ways to share tokens: a `ring`, here of one, and `ulysses`."""
+        mesh = init_device_mesh(device_type, (self.data, 1, self.sequence), mesh_dim_names=("data", "ring", "ulysses"))
+        return mesh["ring", "ulysses"]
+
+    def group(self, name: str, backend: str | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
+        """A new group, this rank's own: of `sequence`, who work on the same rows, or of `weights`, who hold one copy.
+
+        All ranks ask for the same groups, in the same order.
+        """
+        size = {"sequence": self.sequence, "weights": self.parts}[name]
+        own, _ = dist.new_subgroups(size, backend=backend, timeout=timeout)
+        return own

@@ -88,7 +88,7 @@ def check_gather(settings: DiffusionTrainerConfig) -> None:
     layout = layout_of(settings)
     if not layout.is_spread:
         raise ValueError(f"{shown} has no effect with one device, which holds the whole model anyway: leave it out")
-    if layout.shard * layout.sequence == 1:
+    if layout.parts == 1:
         raise ValueError(
             f"{shown} has no effect where each of {layout.world} ranks holds the whole weights (fsdp_size=1): leave it "
             "out"

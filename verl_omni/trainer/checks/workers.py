@@ -55,7 +55,7 @@ def check_workers(settings: DiffusionTrainerConfig) -> None:
         )
     # Without a device said, as in a plan for other machines, nobody knows.
     on_a_cpu = trainer.device == "cpu" and arr.actor.engine.use_torch_compile is None
-    each_has_all = ranks > 1 and layout.shard * layout.sequence == 1
+    each_has_all = ranks > 1 and layout.parts == 1
     idle = {
         "fold_lora": {
             "without LoRA (model.lora_rank=0)": arr.model.lora_rank == 0,

@@ -17,7 +17,7 @@ def overrides(way: Way, given: DiffusionTrainerConfig) -> list[str]:
 
 
 def _layout(way: Way, given: DiffusionTrainerConfig) -> Iterator[tuple[str, Any]]:
-    (nodes, gpus), each = _pools(way, given)[0], way.layout.shard * way.layout.sequence
+    (nodes, gpus), each = _pools(way, given)[0], way.layout.parts
     yield "trainer.n_gpus_per_node", gpus
     yield "trainer.nnodes", nodes  # --gpus has changed both in `given`
     own = given.actor_rollout_ref.actor.fsdp_config
@@ -48,7 +48,7 @@ def _servers(way: Way, given: DiffusionTrainerConfig) -> Iterator[tuple[str, Any
 
 def _beside(way: Way, given: DiffusionTrainerConfig) -> Iterator[tuple[str, Any]]:
     arr, layout = given.actor_rollout_ref, way.layout
-    whole = layout.shard * layout.sequence == 1
+    whole = layout.parts == 1
     if arr.rollout.share_samples and (way.servers or layout.sequence == 1):
         yield f"{ROLLOUT}.share_samples", "false"
     if arr.rollout.gather == "blocks" and (way.servers or whole):

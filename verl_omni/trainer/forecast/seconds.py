@@ -150,7 +150,7 @@ class StepTime:
         """
         if not self.sends:
             return seconds
-        parts, copies, weights = layout.shard * layout.sequence, layout.replicate, self.costs.weights
+        parts, copies, weights = layout.parts, layout.replicate, self.costs.weights
         in_a_copy = passes * weights.numel * self.costs.dtype.itemsize * (parts - 1) / parts
         between_copies = 0.0
         if passes > 1:

@@ -51,7 +51,7 @@ class RankMemory:
         arr = settings.actor_rollout_ref
         self.actor, self.rollout, self.ref, self.model = arr.actor, arr.rollout, arr.ref, arr.model
         self.servers = not arr.hybrid_engine
-        self.weights, self.parts = costs.weights, layout.shard * layout.sequence
+        self.weights, self.parts = costs.weights, layout.parts
         self.itemsize = costs.dtype.itemsize
 
     # ---- what is there -------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def describe(way: Way) -> str:
     else:
         said.append(f"{layout.world} train")
         said.append(f"{layout.replicate} copies of the weights" if layout.replicate > 1 else "one copy of the weights")
-        said.append(f"each cut into {layout.shard * layout.sequence}")
+        said.append(f"each cut into {layout.parts}")
         if layout.sequence > 1:
             said.append(f"{layout.sequence} share each sample")
     said.append(f"{way.servers} draw ({way.mode})" if way.servers else "all draw")

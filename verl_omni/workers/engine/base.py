@@ -144,7 +144,7 @@ class DiffusionEngine(Passes):
         if self.model_config.lora_rank == 0 or self.common.fold_lora is False:
             return False
         if self.layout.is_spread:  # into what is gathered, where it is asked for: nobody has timed it on several GPUs
-            return bool(self.common.fold_lora) and self.layout.shard * self.layout.sequence > 1
+            return bool(self.common.fold_lora) and self.layout.parts > 1
         if self.common.fold_lora is None:
             if self.device.type != "cuda" or self.common.param_offload:
                 return False

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from diffusers import ContextParallelConfig, ParallelConfig
 from diffusers.hooks.context_parallel import apply_context_parallel, remove_context_parallel
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from verl_omni.pipelines.shared_tokens import TokenPlan
 from verl_omni.workers.layout import Layout
@@ -29,10 +29,9 @@ class SharedSequence:
 
     def __init__(self, plans: Mapping[torch.nn.Module, TokenPlan], layout: Layout, device: torch.device):
         self.plans, self.ranks = plans, layout.sequence
-        ranks = init_device_mesh(device.type, (layout.data, 1, self.ranks), mesh_dim_names=("data", "ring", "ulysses"))
-        mesh = ranks["ring", "ulysses"]
+        mesh = layout.attention(device.type)
         # Not the mesh's: where all ranks share a sample that is the group of all, and a forward that fails leaves it.
-        self.group, _ = dist.new_subgroups(self.ranks)
+        self.group = layout.group("sequence")
         own = DeviceMesh.from_group(self.group, device.type, mesh_dim_names=("ulysses",))
         for part, plan in plans.items():
             # As `part.enable_parallelism` has it, which in newer versions asks for an accelerator.

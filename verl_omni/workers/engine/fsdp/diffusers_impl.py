@@ -147,7 +147,7 @@ class DiffusersFSDPEngine(DiffusionEngine):
 
     @functools.cached_property
     def in_step(self) -> InStep:
-        return InStep(self.parts.values(), self.device, self.layout.shard * self.layout.sequence)
+        return InStep(self.parts.values(), self.device, self.layout)
 
     def release(self) -> None:
         if self.shares_samples:

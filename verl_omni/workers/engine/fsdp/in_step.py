@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from verl_omni.workers.layout import Layout
+
 IDLE, OVER = 2**20, 2**20 + 1  # above any number of a part: who wants nothing now, and who will want nothing more
 SHORTEST, LONGEST = 0.0005, 0.02  # seconds between two questions, while nobody wants anything
 
@@ -20,10 +22,10 @@ SHORTEST, LONGEST = 0.0005, 0.02  # seconds between two questions, while nobody 
 class InStep:
     """For each rank, a thread that answers the others as long as this one has no forward of its own."""
 
-    def __init__(self, parts: Sequence[torch.nn.Module], device: torch.device, ranks: int):
-        """`ranks` beside each other share one copy of the weights; those of another copy are not waited for."""
+    def __init__(self, parts: Sequence[torch.nn.Module], device: torch.device, layout: Layout):
+        """Ranks that hold another copy of the weights are not waited for."""
         self.parts, self.device = list(parts), device
-        self.group, _ = dist.new_subgroups(ranks, backend="gloo")
+        self.group = layout.group("weights", backend="gloo")
         self._state = threading.Condition()
         self._wants = self._runs = self._answers = self._over = False
         self._error: BaseException | None = None

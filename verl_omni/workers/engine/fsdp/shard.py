@@ -2,10 +2,11 @@
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from verl_omni.workers.engine.compile.blocks import repeated_blocks
+from verl_omni.workers.layout import Layout
 
 
 def shard(parts: dict[str, torch.nn.Module], mesh: DeviceMesh, dtype: torch.dtype, reshard: bool) -> None:
@@ -28,4 +29,4 @@ def shard_alone(block: torch.nn.Module, dtype: torch.dtype) -> None:
     if not dist.is_initialized():
         backend = "gloo" if kind == "cpu" else "nccl"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    fully_shard(block, mesh=init_device_mesh(kind, (1,)), mp_policy=precision(dtype))
+    fully_shard(block, mesh=Layout().weights(kind), mp_policy=precision(dtype))

@@ -45,11 +45,11 @@ class Together:
         """Collective: all ranks make one at the same time. `groups` are those in which the parts' forwards meet."""
         self.parts, self.device, self.autocast, self.patience = list(parts), device, autocast, patience
         self.rank = dist.get_rank()
-        self.draws, self.first = layout.speaks(self.rank), self.rank - self.rank % layout.sequence
+        self.draws, self.first = layout.speaks(self.rank), layout.speaker(self.rank)
         # The others wait for a word as long as there is none. For them it waits until they have given up a forward.
         word = 2 * patience if self.draws else None
-        self.described, _ = dist.new_subgroups(layout.sequence, backend="gloo", timeout=word)
-        self.sent, _ = dist.new_subgroups(layout.sequence, timeout=patience if device.type == "cpu" else None)
+        self.described = layout.group("sequence", backend="gloo", timeout=word)
+        self.sent = layout.group("sequence", timeout=patience if device.type == "cpu" else None)
         self.groups = [self.sent, *groups]
         store = distributed_c10d._get_default_store()
         self.board = dist.PrefixStore(f"together/{self.described.group_name}", store)
