@@ -10,11 +10,13 @@ import torch
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.builtin import OTHERS
 from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.pipelines.weights import FolderTensors, NamedTensors, parameters_on_meta
 from verl_omni.utils.hub import model_folder
 from verl_omni.utils.json_files import read_object
 from verl_omni.utils.model_code import refuse_code
 
 CAUSAL_LM = "AutoModelForCausalLM"
+WEIGHTS = "model.safetensors"  # as transformers calls the file, or with .index.json those of several
 
 
 @DiffusionModelBase.register(CAUSAL_LM)
@@ -76,23 +78,29 @@ class CausalLM(DiffusionModelBase):
         return AutoModelForCausalLM
 
     @classmethod
-    def load_module(cls, model_config: DiffusionModelConfig, dtype: torch.dtype) -> torch.nn.Module:
+    def build_module(cls, model_config: DiffusionModelConfig, dtype: torch.dtype) -> torch.nn.Module:
+        """Where transformers would change what it reads, it has read it: every rank then reads all of it."""
         from transformers import GenerationConfig
 
-        refuse_code(model_config.path)
-        model, loading = cls.model_class().from_pretrained(
-            os.path.expanduser(model_config.path), dtype=dtype, use_safetensors=True, output_loading_info=True
-        )
-        missing = sorted(set(loading["missing_keys"]))
-        if missing:  # transformers would leave them random
-            raise ValueError(
-                f"{model_config.path}: its config.json asks for {len(missing)} tensors that its weights do not have, "
-                f"such as {missing[0]}"
-            )
+        path = os.path.expanduser(model_config.path)
+        refuse_code(path)
+        model = build_empty(cls.model_class(), path, dtype)
+        why = changed_in_reading(model, path, dtype)
+        if why is None:
+            ends = model.generation_config.eos_token_id
+            if Path(path, "generation_config.json").is_file():
+                ends = GenerationConfig.from_pretrained(path).eos_token_id
+        else:
+            model = read_whole(cls.model_class(), path, dtype)
+            print(f"{model_config.path}: every rank reads the whole model, as {why}.", flush=True)
+            ends = model.generation_config.eos_token_id
         # Penalties, top-k and the like of the folder's own would change what is sampled, and not what is trained.
-        ends = model.generation_config.eos_token_id
         model.generation_config = GenerationConfig(eos_token_id=ends)
         return model.eval().requires_grad_(True)
+
+    @classmethod
+    def named_tensors(cls, model_config: DiffusionModelConfig, part: str) -> NamedTensors:
+        return FolderTensors(os.path.expanduser(model_config.path), WEIGHTS)
 
     @classmethod
     def write_part(
@@ -109,6 +117,52 @@ class CausalLM(DiffusionModelBase):
     @classmethod
     def write_tokenizer(cls, model_config: DiffusionModelConfig, place: Path) -> None:
         load_tokenizer(model_config.path).save_pretrained(place)
+
+
+def build_empty(model_class: Any, path: str, dtype: torch.dtype) -> torch.nn.Module:
+    """A model of transformers' as its folder's config describes it, parameters on the meta device. Tables that are
+    computed and not read have their values."""
+    from transformers import AutoConfig
+
+    build = getattr(model_class, "from_config", None) or model_class._from_config  # an Auto class, or one model's own
+    config = AutoConfig.from_pretrained(path)
+    for one in filter(None, (config, *(getattr(config, name, None) for name in config.sub_configs))):
+        one.dtype = dtype
+    with parameters_on_meta():
+        return build(config, dtype=dtype)
+
+
+def changed_in_reading(model: torch.nn.Module, path: str, dtype: torch.dtype) -> str | None:
+    """Why the tensors of a folder are not, one by one, what transformers makes of them. None: they are."""
+    if not any(Path(path, name).is_file() for name in (WEIGHTS, f"{WEIGHTS}.index.json")):
+        return f"there is no {WEIGHTS}"
+    if getattr(model.config, "quantization_config", None) is not None:
+        return "its weights are quantised"
+    halves = (torch.float16, torch.bfloat16)
+    if getattr(model, "_keep_in_fp32_modules_strict", None) and dtype in halves:
+        return "transformers keeps some of it in float32"
+    stored = FolderTensors(path, WEIGHTS).shapes
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(tensor, []).append(name)
+    for tensor, called in names.items():
+        there = [name for name in called if name in stored]
+        if len(there) != 1:  # none: its files have other names for it, or lack it; two: they may differ
+            return f"its files hold {called[0]} {len(there)} times"
+        if stored[there[0]] != tuple(tensor.shape):
+            return f"its files hold {there[0]} in another shape"
+    return None
+
+
+def read_whole(model_class: Any, path: str, dtype: torch.dtype) -> torch.nn.Module:
+    model, loading = model_class.from_pretrained(path, dtype=dtype, use_safetensors=True, output_loading_info=True)
+    missing = sorted(set(loading["missing_keys"]))
+    if missing:  # transformers would leave them random
+        raise ValueError(
+            f"{path}: its config.json asks for {len(missing)} tensors that its weights do not have, such as "
+            f"{missing[0]}"
+        )
+    return model
 
 
 def writer_of(path: str) -> tuple[str, type[CausalLM]]:

@@ -39,13 +39,13 @@ class NamedTensors(Protocol):
 
 
 class FolderTensors:
-    """Those of a component of a diffusers folder, in one file or several."""
+    """Those of a component of a diffusers folder, in one file or several; of another library by its name for them."""
 
-    def __init__(self, folder: str):
+    def __init__(self, folder: str, file: str = WEIGHTS):
         refuse_code(folder)
         self.where = folder
-        index = Path(folder, f"{WEIGHTS}.index.json")
-        names = sorted(set(read_object(index)["weight_map"].values())) if index.is_file() else [WEIGHTS]
+        index = Path(folder, f"{file}.index.json")
+        names = sorted(set(read_object(index)["weight_map"].values())) if index.is_file() else [file]
         self._files, self.shapes = {}, {}
         for path in (os.path.join(folder, name) for name in names):
             with safe_open(path, "pt") as file:

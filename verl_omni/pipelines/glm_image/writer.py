@@ -27,9 +27,9 @@ class ImageTokenWriter(CausalLM):
         return GlmImageForConditionalGeneration
 
     @classmethod
-    def load_module(cls, model_config: DiffusionModelConfig, dtype: torch.dtype) -> torch.nn.Module:
+    def build_module(cls, model_config: DiffusionModelConfig, dtype: torch.dtype) -> torch.nn.Module:
         """It writes tokens of images and no others. What looks at images stays as it is: prompts have none."""
-        model = super().load_module(model_config, dtype).requires_grad_(False)
+        model = super().build_module(model_config, dtype).requires_grad_(False)
         codes = model.config.vq_config.num_embeddings
 
         def without_others(head: torch.nn.Module, args: tuple, logits: torch.Tensor) -> torch.Tensor:
