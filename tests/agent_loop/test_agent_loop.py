@@ -20,7 +20,7 @@ from verl_omni.agent_loop.diffusion_agent_loop import (
     register,
 )
 from verl_omni.agent_loop.manager import DiffusionAgentLoopManager, assign
-from verl_omni.agent_loop.outputs import join, side_by_side
+from verl_omni.agent_loop.outputs import collate, join, side_by_side
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.data import PromptDataset, create_val_dataloader
 from verl_omni.rewards.image_manager import ImageRewardManager
@@ -456,6 +456,25 @@ def test_chunks_whose_rewards_tell_different_things_are_joined():
     assert told == [{"read": "x"}, {"read": "y"}, {"size": "x"}, {"size": "y"}]
     assert joined.meta_info == {"timing": {"images": 4.0}}
     assert joined.batch["prompt_embeds"].shape == (4, 4, 3) and joined.batch["prompt_embeds"][0, 2:].sum() == 0
+
+
+def test_images_of_different_sizes_from_two_workers_stay_as_they_are():
+    def scored(sides, score):
+        outputs = [DiffusionAgentLoopOutput(torch.full((3, *side), 7, dtype=torch.uint8), [], {}) for side in sides]
+        for output in outputs:
+            output.reward_score = score
+        result = collate(outputs)
+        result.meta_info["timing"] = {"rewards": 0.0}
+        return result
+
+    small, wide, mixed = [(4, 4)] * 2, [(4, 6)] * 2, [(4, 4), (6, 4)]
+    for sides in ([small, wide], [small, mixed], [mixed, wide]):
+        joined = join([scored(one, number) for number, one in enumerate(sides)])
+        found = [tuple(one.shape[1:]) for one in joined.non_tensor_batch["responses"]]
+        assert found == [side for one in sides for side in one] and "responses" not in joined.batch.keys()
+        assert all((one == 7).all() for one in joined.non_tensor_batch["responses"]), "nothing is filled up"
+        assert joined.batch["rm_scores"].flatten().tolist() == [0, 0, 1, 1]
+    assert join([scored(small, 0), scored(small, 1)]).batch["responses"].shape == (4, 3, 4, 4)
 
 
 def test_the_best_and_the_worst_of_a_group_are_written(tmp_path):

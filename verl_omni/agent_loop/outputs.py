@@ -126,10 +126,21 @@ def side_by_side(images: DataProto, scores: DataProto) -> DataProto:
     return DataProto.from_dict(tensors, non_tensors, meta_info=scores.meta_info | {"timing": timing})
 
 
+def loose(output: DataProto) -> DataProto:
+    """With each response by itself, as `collate` leaves those of several sizes."""
+    tensors = {name: value for name, value in output.batch.items() if name != "responses"}
+    tensors["sample"] = torch.arange(len(output))
+    non_tensors = output.non_tensor_batch | {"responses": object_array(list(output.batch["responses"]))}
+    return DataProto.from_dict(tensors, non_tensors, meta_info=output.meta_info)
+
+
 def join(outputs: list[DataProto]) -> DataProto:
     """Concatenate; text features of different length are padded to the longest."""
     if len(outputs) == 1:
         return outputs[0]
+    pixels = [o.batch["responses"].shape[1:] if "responses" in o.batch.keys() else None for o in outputs]
+    if len(set(pixels)) > 1:  # each worker's own are of one size, or none are pixels
+        outputs = [loose(o) if shape else o for o, shape in zip(outputs, pixels, strict=True)]
     tensors = {k: concatenated(k, [o.batch[k] for o in outputs]) for k in outputs[0].batch.keys()}
     non_tensors = {k: np.concatenate([o.non_tensor_batch[k] for o in outputs]) for k in outputs[0].non_tensor_batch}
     timing = {k: max(o.meta_info["timing"][k] for o in outputs) for k in outputs[0].meta_info["timing"]}

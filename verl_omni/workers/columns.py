@@ -209,9 +209,15 @@ def as_they_are(rows: list[torch.Tensor]) -> torch.Tensor | Ragged:
 
 
 def concatenated(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
-    """One column of several batches'. Text features of different lengths are padded at their end."""
+    """One column of several batches'. Text features of different lengths are padded at their end; nothing else is."""
     if name in DECLARED and DECLARED[name].per != "sample":
         _check_lengths(name, [part[0] for part in parts])
+    shapes = sorted({tuple(part.shape[1:]) for part in parts})
+    if name in DECLARED and len(shapes) > 1:
+        raise ValueError(
+            f"samples of one batch have {name} of {' and '.join(map(str, shapes))}: expected one shape for all, as "
+            "nothing may stand where a sample has nothing"
+        )
     return pad_and_cat(parts)
 
 
