@@ -5,7 +5,7 @@ independent pairs, and any split of them into micro-batches gives the same gradi
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -130,18 +130,19 @@ class Replay:
 
     # ---- micro-batches -------------------------------------------------------------------------------
 
-    def split(self, data: Batch, size: int) -> Iterator[MicroBatch]:
+    def split(self, data: Batch, size: int) -> list[MicroBatch]:
         """Micro-batches of up to `size` pairs of one kind.
 
         A column `share` says the part of the rank's mean of each sample (B,), or of each of its pairs (B, K). Those
-        with 0 run only where a rank has nothing else to run: every rank takes part in every forward.
+        with 0 run only where a rank has nothing else to run: every rank takes part in every forward. So ranks agree
+        on how many there are before the first one.
         """
         rows, within = self.pairs(data)
         share = data["share"] if "share" in data else None
         each = 1
         if share is not None and share.ndim == 1:
             share, each = share[rows], len(rows) // len(share)
-        count = 0
+        parts = []
         for chosen in self._of_one_kind(data, rows):
             for part in chosen.split(self.engine.whole_units(size)):
                 row, index = rows[part], within[part]
@@ -151,12 +152,12 @@ class Replay:
                     weight, real = weights.sum().item() / each, weights > 0
                     if real.any():
                         row, index, part = row[real], index[real], part[real]
-                count += 1
-                yield MicroBatch(row, index, weight, part)
+                parts.append(MicroBatch(row, index, weight, part))
         if "mixed" in data and self.engine.layout.is_spread:
             unit = slice(self.engine.whole_units(1))
-            for _ in range(self._most_of_all_ranks(count) - count):
-                yield MicroBatch(rows[unit], within[unit], 0.0, rows[:0])
+            missing = self._most_of_all_ranks(len(parts)) - len(parts)
+            parts += [MicroBatch(rows[unit], within[unit], 0.0, rows[:0])] * missing
+        return parts
 
     def _of_one_kind(self, data: Batch, rows: torch.Tensor) -> list[torch.Tensor]:
         """Which pairs can share a forward. All of them, but where samples have sizes of their own."""
