@@ -1,9 +1,12 @@
 """Rows of the data may ask for sizes of their own: one batch of several is drawn, trained and validated."""
 
 import json
+from pathlib import Path
 
+import av
 import pytest
 from e2e_runs import metrics, settings
+from PIL import Image
 from tiny_models import tiny_checkpoint
 
 from verl_omni.testing.local_trainer import local_config, local_trainer
@@ -54,5 +57,19 @@ def test_a_batch_of_several_sizes(name, tmp_path):
     trainer.fit()
     found = metrics(tmp_path / "run")
     assert list(found) == [0, 1, 2]
+    assert found[1]["actor/grad_norm"] > 1e-3 and found[2]["actor/grad_norm"] > 1e-3
     if name.startswith("flow_grpo"):
         assert found[1]["actor/first_ratio_max_dev"] <= 1e-6
+    usual = {"height": 32, "width": 32, "num_frames": 5 if model == "WanPipeline" else 1}
+    for step in (0, 2):
+        drawn = sorted(path for path in (tmp_path / f"run/validation/step_{step}").iterdir() if path.suffix != ".jsonl")
+        assert [shape(path) for path in drawn] == [usual | size for size in sizes]
+
+
+def shape(path: Path) -> dict[str, int]:
+    if path.suffix == ".png":
+        width, height = Image.open(path).size
+        return {"height": height, "width": width, "num_frames": 1}
+    with av.open(path) as film:
+        frames = list(film.decode(video=0))
+    return {"height": frames[0].height, "width": frames[0].width, "num_frames": len(frames)}
