@@ -89,9 +89,14 @@ def test_a_pool_is_drawn_as_what_is_chosen_of_it():
     assert asked == ["fp8", None, "fp8"]
 
 
-def test_servers_draw_in_8_bits(tmp_path, process_group):
-    told = run(tmp_path / "a", FP8, *LORA, f"{A}hybrid_engine=false", steps=1)[1]
-    assert told["actor/first_ratio_max_dev"] == 0.0 and told["rollout_corr/k3_kl"] > 0
+def test_servers_draw_in_8_bits_what_the_engine_beside_training_draws(tmp_path, process_group):
+    """LoRA is in the 8 bits of both: the same images before its first step and after."""
+    servers, beside = (run(tmp_path / name, FP8, *LORA, f"{A}hybrid_engine={name}") for name in ("false", "true"))
+    for step in (1, 2):
+        told = servers[step]
+        assert told["actor/first_ratio_max_dev"] == 0.0 and told["rollout_corr/k3_kl"] > 0
+        for name in ("critic/rewards/mean", "rollout_corr/k3_kl", "actor/rollout_ratio_mean_dev", "actor/grad_norm"):
+            assert told[name] == beside[step][name], (step, name)
 
 
 def test_what_cannot_be_is_refused_in_one_line():

@@ -236,7 +236,7 @@ class DiffusionEngine(Passes):
         if folds:
             self.folded_lora.swap_in(but=self.fp8.linears if precision else ())
         try:
-            with self.fp8.held(folds) if precision else contextlib.nullcontext():
+            with self.fp8.held(fold=True) if precision else contextlib.nullcontext():
                 yield
         finally:
             if folds:
