@@ -57,9 +57,9 @@ def policy_gradient_case(loss: str, seed: int = 0, weights: bool = False, spread
         "sqrt_dt": 0.1 + torch.rand(ROWS, generator=g, dtype=torch.float64),
     }
     data["teacher_prev_sample_mean"] = old_mean + 0.1 * normal(ROWS, *SHAPE)
-    data["step_sigma"] = 0.05 + 0.9 * torch.rand(ROWS, generator=g, dtype=torch.float64)
-    # sigma, sqrt(-dt) and s of five steps, which are another sample's other ones
-    data["schedule"] = 0.1 + 0.8 * torch.rand(ROWS, 5, 3, generator=g, dtype=torch.float64)
+    data["step_pull"] = 0.05 + 0.9 * torch.rand(ROWS, generator=g, dtype=torch.float64)
+    # of five steps, which are another sample's other ones
+    data["schedule_pulls"] = 0.1 + 0.8 * torch.rand(ROWS, 5, generator=g, dtype=torch.float64)
     if weights:
         data["rollout_is_weights"] = (normal(ROWS).exp() * (normal(ROWS) > 0)).clamp(max=2)
     model_output = {
@@ -144,12 +144,8 @@ def tempflow_row(m, d, i, low, high, c):
 
 
 def flash_row(m, d, i, low, high):
-    def w(sigma, sqrt_dt, s):
-        return 1 / (sqrt_dt / s + s * sqrt_dt * (1 - sigma) / (2 * sigma))
-
-    own = w(*(float(x) for x in (d["step_sigma"][i], d["sqrt_dt"][i], m["std_dev_t"][i])))
-    all_steps = [w(*step.tolist()) for step in d["schedule"][i]]
-    return own / (sum(all_steps) / len(all_steps)) * flow_grpo_row(m, d, i, low, high)
+    w = [1 / pull for pull in d["schedule_pulls"][i].tolist()]
+    return 1 / float(d["step_pull"][i]) / (sum(w) / len(w)) * flow_grpo_row(m, d, i, low, high)
 
 
 def opd_row(m, d, i):

@@ -7,7 +7,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from verl_omni.pipelines.schedulers import FlowMatchSDEDiscreteScheduler, get_step, register_step
-from verl_omni.pipelines.schedulers.flow_match_sde import step_table
+from verl_omni.pipelines.schedulers.flow_match_sde import of_steps, pulls
 from verl_omni.pipelines.schedulers.steps import kl_std
 
 STEPS = ["sde", "cps", "dance_sde"]
@@ -284,11 +284,26 @@ def test_config_of_a_checkpoint_is_read_and_written_like_the_parents(tmp_path):
     assert ours.config.shift_terminal == 0.02 and ours.config.use_dynamic_shifting
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_the_table_of_a_schedule_is_what_its_steps_have(name):
-    one = scheduler(steps=6)
-    for row, i in zip(step_table(one, name, 0.6, range(1, 5)), range(1, 5), strict=True):
-        x = torch.zeros(1, 2)
-        *_, s = one.sample_previous_step(x, x, one.timesteps[i], noise_level=0.6, prev_sample=x, sde_type=name)
-        root = (one.sigmas[i] - one.sigmas[i + 1]).sqrt()
-        torch.testing.assert_close(row, torch.stack([one.sigmas[i], root, s[0, 0]]))
+def closed_pull(kind, sigma, sigma_next, a, second_sigma):
+    dt = sigma_next - sigma
+    _, std, _ = oracle(kind, 0.0, 0.0, sigma, sigma_next, a, second_sigma)
+    if kind == "cps":
+        return 2 * std * (-dt + (1 - sigma) * (sigma_next - math.sqrt(sigma_next**2 - std**2)))
+    s = std / math.sqrt(-dt)
+    return math.sqrt(-dt) / s + s * math.sqrt(-dt) * (1 - sigma) / (2 * sigma)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("kind", STEPS)
+def test_a_step_pulls_as_hard_as_its_log_prob_follows_the_velocity(kind, config):
+    """In float64: the gradient over the noise that was drawn is the same number in every element, the closed one."""
+    sched, (x, v) = scheduler(config), (t.double() for t in latents())
+    sigmas, found = sched.sigmas.double().tolist(), pulls(sched, kind, 0.7).double()
+    v, z = v.requires_grad_(), torch.randn(x.shape, dtype=torch.float64)
+    for i, t in enumerate(sched.timesteps[:-1]):
+        mean, std, log_prob = oracle(kind, x, v, sigmas[i], sigmas[i + 1], 0.7, sigmas[1])
+        (slope,) = torch.autograd.grad(log_prob((mean + std * z).detach()).sum(), v)
+        closed = closed_pull(kind, sigmas[i], sigmas[i + 1], 0.7, sigmas[1])
+        torch.testing.assert_close((slope / z).abs(), torch.full_like(z, closed), rtol=1e-8, atol=0)
+        assert found[i].item() == pytest.approx(closed, rel=2e-4), "float32: σ' - √(σ'² - s²) cancels"
+        assert torch.equal(of_steps(sched, t.reshape(1), found), found[i : i + 1])

@@ -273,6 +273,14 @@ def test_defaults_of_an_algorithm_are_no_settings_of_the_user():
             [f"{MODEL}.algorithm=grpo_guard", f"{ROLLOUT}.algo.sde_type=ode"],
             "sde_type=ode with noise_level=0.7 adds no",
         ),
+        (
+            [f"{MODEL}.algorithm=grpo_guard", f"{ROLLOUT}.algo.sde_type=cps"],
+            'loss "grpo_guard" is for steps with a Gaussian log-probability, which sde_type=cps does not have',
+        ),
+        (
+            [f"{MODEL}.algorithm=tempflow_grpo", f"{ROLLOUT}.algo.sde_type=cps"],
+            f"set {ROLLOUT}.algo.sde_type to one of dance_sde,",
+        ),
         ([f"{ROLLOUT}.algo.sde_type=cps", f"{ROLLOUT}.algo.noise_level=2"], "noise_level (sde_type=cps)=2.0: expected"),
         ([f"{ROLLOUT}.val_kwargs.noise_level=2", f"{ROLLOUT}.val_kwargs.sde_type=cps"], "0 or more, at most 1"),
         ([f"{ROLLOUT}.val_kwargs.noise_level=1", f"{ROLLOUT}.val_kwargs.sde_type=odee"], 'unknown sde_type "odee"'),

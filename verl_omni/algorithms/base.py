@@ -54,6 +54,8 @@ class DiffusionLossFn(ABC):
     #: Whether the samples of a prompt are noised alike and add up what `group_terms` gives. They share a mini-batch,
     #: and may lie in any micro-batch, on any rank.
     by_group: ClassVar[bool] = False
+    #: Whether its formula is for steps whose log-probability is a Gaussian's: with another kind it is refused.
+    gaussian_steps: ClassVar[bool] = False
     #: This loss's settings: fields of `actor.diffusion_loss`, and under "extra" those that it alone has. A loss that
     #: names none has Flow-GRPO's. A log-probability is a mean over thousands of latent elements, so ratios stay near 1,
     #: and so do their bounds.

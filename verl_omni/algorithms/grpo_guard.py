@@ -2,7 +2,7 @@
 
 Flow-GRPO's log-ratio holds ``-Δμ²/(2c²)``, c = s·√(-dt): ratios lie below 1 on average, the more so the less noise a
 step adds, and clipping from above never bites. The loss adds that term back and scales the log-ratio by c. This
-cancels exactly for steps with a Gaussian log-probability (sde, dance_sde).
+cancels exactly for steps with a Gaussian log-probability (sde, dance_sde); others are refused.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ register_algorithm(
 class GRPOGuardLoss(DiffusionLossFn):
     """GRPO-Guard clipped policy objective with reverse-SDE mean drift."""
 
+    gaussian_steps = True
     required_model_output_keys = ("log_probs", "prev_sample_mean", "std_dev_t")
     required_data_keys = ("old_log_probs", "advantages", "old_prev_sample_mean", "sqrt_dt")
 

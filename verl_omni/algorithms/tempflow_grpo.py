@@ -1,7 +1,8 @@
 """TempFlow-GRPO (arXiv 2508.04324): Flow-GRPO whose steps count by the noise that they add.
 
 An early step, which adds much noise, can change the image much; a late one hardly can, and yet has as steep a
-log-probability. The clipped loss of a step is weighted by ``c·s·√(-dt)``, the standard deviation of its noise.
+log-probability. The clipped loss of a step is weighted by ``c·s·√(-dt)``, the standard deviation of its noise, by which
+a Gaussian log-probability is too steep. That of cps is not: it is refused.
 
 `diffusion_loss.extra`:
     weight_scale   c, which makes the weights near 1 on average (2.25)
@@ -32,6 +33,7 @@ register_algorithm(
 class TempFlowGRPOLoss(FlowGRPOLoss):
     """Flow-GRPO's clipped objective, weighted by the standard deviation of each step's noise."""
 
+    gaussian_steps = True
     required_model_output_keys = ("log_probs", "std_dev_t")
     required_data_keys = ("old_log_probs", "advantages", "sqrt_dt")
     defaults = {**FlowGRPOLoss.defaults, "extra": {"weight_scale": 2.25}}

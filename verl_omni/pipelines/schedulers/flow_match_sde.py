@@ -46,10 +46,15 @@ def step_sigmas(scheduler: Any, timestep: torch.Tensor | float) -> tuple[torch.T
     timestep = torch.as_tensor(timestep, dtype=torch.float32, device=scheduler.timesteps.device).reshape(-1)
     if timestep.device.type == "cpu":
         check_timesteps(scheduler, timestep)
-    matches = timestep[:, None] == scheduler.timesteps[None, :]
-    index = matches.int().argmax(dim=1)
+    index, known = _index(scheduler, timestep)
     sigmas = scheduler.sigmas.to(index.device, torch.float32)
-    return torch.where(matches.any(dim=1), sigmas[index], torch.nan), sigmas[index + 1]
+    return torch.where(known, sigmas[index], torch.nan), sigmas[index + 1]
+
+
+def _index(scheduler: Any, timestep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(which steps of the schedule start at these timesteps, whether there are such), (B,) each."""
+    matches = timestep.to(scheduler.timesteps.device)[:, None] == scheduler.timesteps[None, :]
+    return matches.int().argmax(dim=1), matches.any(dim=1)
 
 
 def sqrt_neg_dt(scheduler: Any, timestep: torch.Tensor | float) -> torch.Tensor:
@@ -58,13 +63,16 @@ def sqrt_neg_dt(scheduler: Any, timestep: torch.Tensor | float) -> torch.Tensor:
     return (sigma - sigma_next).sqrt()
 
 
-def step_table(scheduler: Any, sde_type: str, noise_level: float, steps: range) -> torch.Tensor:
-    """σ, √(-dt) and s of each of these steps, (K, 3), in CPU memory."""
+def pulls(scheduler: Any, sde_type: str, noise_level: float) -> torch.Tensor:
+    """How steeply each step's log-probability follows the velocity (`Step.pull`), of the schedule, in CPU memory."""
     sigmas = scheduler.sigmas.cpu().float()
-    sigma, sigma_next = sigmas[steps.start : steps.stop], sigmas[steps.start + 1 : steps.stop + 1]
-    nothing = torch.zeros(len(steps), 1)
-    _, std_dev_t = get_step(sde_type)(nothing, nothing, sigma, sigma_next, noise_level)
-    return torch.stack([sigma, (sigma - sigma_next).sqrt(), std_dev_t[:, 0]], dim=1)
+    return get_step(sde_type).pull(sigmas[:-1], sigmas[1:], noise_level)
+
+
+def of_steps(scheduler: Any, timestep: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Of a value for each step of the schedule those of the steps that start at these timesteps."""
+    index, _ = _index(scheduler, timestep.float())
+    return values[index.to(values.device)]
 
 
 class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):

@@ -64,6 +64,16 @@ class Step:
         here = torch.zeros(1)
         return bool((self(here, here, torch.tensor(0.5), torch.tensor(0.4), noise_level)[1] > 0).all())
 
+    def pull(self, sigma: torch.Tensor, sigma_next: torch.Tensor, noise_level: float) -> torch.Tensor:
+        """How steeply the log-probability of x' follows the velocity, where x' is one standard deviation of the noise
+        from μ: |∂ log p/∂v| of one element, (K,) for K steps. It is the same for every x, for μ is linear in v."""
+        with torch.enable_grad():
+            velocity = torch.zeros(len(sigma), 1, requires_grad=True)
+            mean, std_dev_t = self(torch.zeros(len(sigma), 1), velocity, sigma, sigma_next, noise_level)
+            std = std_dev_t * (sigma - sigma_next).sqrt()[:, None]
+            (slope,) = torch.autograd.grad(self.density(mean.detach() + std, mean, std).sum(), velocity)
+        return slope[:, 0].abs()
+
     def log_prob(
         self,
         x_next: torch.Tensor,

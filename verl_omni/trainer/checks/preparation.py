@@ -31,7 +31,7 @@ from verl_omni.pipelines.causal_lm import CAUSAL_LM
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.model_folder import check_model_folder
 from verl_omni.pipelines.schedulers.flow_match_sde import takes_own_steps
-from verl_omni.pipelines.schedulers.steps import Step, get_step, step_names
+from verl_omni.pipelines.schedulers.steps import Step, gaussian, get_step, step_names
 from verl_omni.pipelines.schedulers.windows import check_window
 from verl_omni.pipelines.settings import check_size, check_steps
 from verl_omni.rewards.choice import read_choices, weighted
@@ -286,10 +286,23 @@ def _check_noise(settings: DiffusionTrainerConfig, adapter: type[DiffusionModelB
             f"no step has a probability that could be trained. Set a noise_level above 0 and sde_type to one of "
             f"{', '.join(noisy)}"
         )
+    if trained:
+        _check_density(settings.actor_rollout_ref.actor.diffusion_loss.loss_mode, step)
     if val.noise_level and not val_step.adds_noise(val.noise_level):
         raise ValueError(
             f"{VAL}.noise_level={val.noise_level} has no effect with sde_type={val_step.name}: set {VAL}.sde_type too"
         )
+
+
+def _check_density(loss: str, step: Step) -> None:
+    """A formula that divides by what a Gaussian log-probability is divided by, or cancels what it holds."""
+    if not get_diffusion_loss_fn(loss).gaussian_steps or step.density is gaussian:
+        return
+    fitting = [name for name in step_names() if get_step(name).density is gaussian and get_step(name).adds_noise(0.5)]
+    raise ValueError(
+        f'loss "{loss}" is for steps with a Gaussian log-probability, which sde_type={step.name} does not have: set '
+        f"actor_rollout_ref.rollout.algo.sde_type to one of {', '.join(fitting)}, or choose another algorithm"
+    )
 
 
 def _step(sde_type: str, adapter: type[DiffusionModelBase], model: Any) -> Step:

@@ -3,7 +3,7 @@
 import torch
 
 from verl_omni.pipelines.sampling import transformer_inputs
-from verl_omni.pipelines.schedulers.flow_match_sde import check_timesteps, step_sigmas, step_table
+from verl_omni.pipelines.schedulers.flow_match_sde import check_timesteps, of_steps, pulls, step_sigmas
 from verl_omni.pipelines.schedulers.steps import kl_std, step_names
 from verl_omni.pipelines.schedulers.windows import trainable_steps
 from verl_omni.workers.engine.replay import Batch, MicroBatch, Replay, Replays
@@ -15,7 +15,7 @@ class ReverseSteps(Replay):
 
     def __init__(self, engine: Replays):
         super().__init__(engine)
-        self._schedules: dict[tuple, torch.Tensor] = {}
+        self._pulls: dict[tuple, torch.Tensor] = {}
 
     def pairs(self, data: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """`train_steps` (B, K) names the steps where only some are trained."""
@@ -60,17 +60,19 @@ class ReverseSteps(Replay):
             step=0,
         )
         sigma, sigma_next = step_sigmas(scheduler, timestep)
-        micro_batch |= {"step_sigma": sigma, "sqrt_dt": (sigma - sigma_next).sqrt()}
+        micro_batch["sqrt_dt"] = (sigma - sigma_next).sqrt()
         if config.algo.sde_type in step_names():  # of others only the adapter's own scheduler knows
-            micro_batch["schedule"] = self._schedule(kind).expand(len(sample), -1, -1)
+            micro_batch |= self._pull(kind, timestep)
         in_kl = kl_std(config.algo.sde_type, std_dev_t, micro_batch["sqrt_dt"])
         return {"log_probs": log_probs, "prev_sample_mean": mean, "std_dev_t": std_dev_t, "kl_std": in_kl}
 
-    def _schedule(self, kind: tuple) -> torch.Tensor:
-        """Of the steps that may be trained: see `step_table`."""
-        if kind not in self._schedules:
-            config, scheduler = self.drawn_as(kind)
-            steps = trainable_steps(config.algo, len(scheduler.timesteps))
-            table = step_table(scheduler, config.algo.sde_type, config.algo.noise_level, steps)
-            self._schedules[kind] = table.to(self.engine.device)
-        return self._schedules[kind]
+    def _pull(self, kind: tuple, timestep: torch.Tensor) -> dict[str, torch.Tensor]:
+        """How steeply log-probabilities follow the velocity (`Step.pull`): of each pair's step, (N,), and of all steps
+        that may be trained, (N, K)."""
+        config, scheduler = self.drawn_as(kind)
+        if kind not in self._pulls:
+            found = pulls(scheduler, config.algo.sde_type, config.algo.noise_level)
+            self._pulls[kind] = found.to(self.engine.device)
+        found, trained = self._pulls[kind], trainable_steps(config.algo, len(scheduler.timesteps))
+        every = found[trained.start : trained.stop].expand(len(timestep), -1)
+        return {"step_pull": of_steps(scheduler, timestep, found), "schedule_pulls": every}
