@@ -72,7 +72,6 @@ def test_losses_of_whole_groups_go_on_from_a_checkpoint_bit_for_bit(tmp_path, mo
         "actor_rollout_ref.actor.optim.lr=0.01",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",
         "actor_rollout_ref.actor.shuffle=true",
-        *(["algorithm.old_policy_decay=0.5"] if algorithm == "dgpo" else []),
         "algorithm.timesteps_per_sample=1",
         "trainer.total_training_steps=2",
         "trainer.save_freq=1",
@@ -87,6 +86,25 @@ def test_losses_of_whole_groups_go_on_from_a_checkpoint_bit_for_bit(tmp_path, mo
     run_here(arguments, tmp_path, monkeypatch)
     assert metrics(run_dir) == straight
     assert all(torch.equal(value, weights[name]) for name, value in exported(run_dir, 2).items())
+
+
+def test_the_average_that_dgpo_compares_with_is_behind_the_policy(tmp_path, monkeypatch):
+    """By default. With one update a step the policy would otherwise be compared with itself, and s be 0."""
+    arguments = settings(
+        tmp_path / "run",
+        "actor_rollout_ref.model.algorithm=dgpo",
+        "+actor_rollout_ref.actor.diffusion_loss.extra.anchor=ema",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.optim.lr=0.01",
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=0",
+        "data.val_files=null",
+    )
+    run_here(arguments, tmp_path, monkeypatch)
+    found = metrics(tmp_path / "run")
+    assert found[1]["actor/group_weight"] == pytest.approx(0.5, abs=1e-6)
+    assert abs(found[2]["actor/group_weight"] - 0.5) > 1e-3
+    assert found[2]["training/old_policy_decay"] == 0.9
 
 
 def test_awm_trains_all_weights_with_every_anchor(tmp_path, monkeypatch):

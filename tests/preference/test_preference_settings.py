@@ -24,7 +24,12 @@ def prepared(algorithm: str, *overrides: str):
 
 @pytest.mark.parametrize(
     ("algorithm", "schedule", "paired"),
-    [("dpo", "copy", True), ("diffusion_nft", "copy", False), ("awm", "linear_to_0_3", False)],
+    [
+        ("dpo", "copy", True),
+        ("diffusion_nft", "copy", False),
+        ("awm", "linear_to_0_3", False),
+        ("dgpo", "constant_0_9", False),
+    ],
 )
 def test_one_flag_selects_trainer_sampler_and_paces(algorithm, schedule, paired):
     config = prepared(algorithm)
@@ -45,6 +50,26 @@ def test_one_flag_selects_trainer_sampler_and_paces(algorithm, schedule, paired)
 def test_the_pace_of_an_old_policy_can_be_chosen_where_there_is_one(algorithm, overrides):
     given = prepared(algorithm, "algorithm.old_policy_decay_schedule=linear_to_0_5", *overrides)
     assert given.algorithm.old_policy_decay_schedule == "linear_to_0_5"
+
+
+EMA = f"+{ACTOR}.diffusion_loss.extra."
+ONE_UPDATE = ("data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=4")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "average", "pace"),
+    [
+        ("dgpo", "anchor=ema", "old_policy_decay_schedule=copy"),
+        ("dgpo", "anchor=ema", "old_policy_decay=0.0"),
+        ("awm", "ema_kl_beta=0.1", "old_policy_decay_schedule=copy"),
+    ],
+)
+def test_an_average_that_would_be_the_policy_itself_is_refused(algorithm, average, pace):
+    with pytest.raises(ValueError, match=f"algorithm.{pace}: the moving average .* would be the policy itself"):
+        prepared(algorithm, f"{EMA}{average}", f"algorithm.{pace}", *ONE_UPDATE)
+    prepared(algorithm, f"{EMA}{average}", *ONE_UPDATE)
+    for more in ("algorithm.old_policy_update_interval=2", f"{ACTOR}.ppo_epochs=2"):  # then it is some steps behind
+        prepared(algorithm, f"{EMA}{average}", f"algorithm.{pace}", *ONE_UPDATE, more)
 
 
 @pytest.mark.parametrize(

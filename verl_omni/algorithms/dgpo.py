@@ -7,7 +7,7 @@ more: the weight is the sigmoid of s.
 `diffusion_loss.extra`:
     beta     β, how soon a group that is in order counts less (100)
     anchor   what s compares with: the reference, or ema, a moving average of the policy, which follows it as
-             `algorithm.old_policy_decay_schedule` says (reference)
+             `algorithm.old_policy_decay_schedule` says: constant_0_9, where it is left out (reference)
 """
 
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ register_algorithm(
         name="dgpo",
         loss="dgpo",
         trainer_type="direct_preference",
+        algorithm={"old_policy_decay_schedule": "constant_0_9"},
         description="DGPO: group preference on the forward process, with ODE rollouts",
     )
 )

@@ -22,6 +22,8 @@ OLD_POLICY_DECAY_SCHEDULES: dict[str, Decay] = {
     "delayed_linear_to_0_999": Decay(75, 0.0075, 0.999),
     # published with AWM (arXiv 2509.25050)
     "linear_to_0_3": Decay(0, 0.001, 0.3),
+    # an average of some ten steps from the first one on: this project's choice, for DGPO
+    "constant_0_9": Decay(0, 0.9, 0.9),
 }
 
 

@@ -91,7 +91,7 @@ class DiffusionAlgoConfig:
     )
     old_policy_decay_schedule: str | None = knob(
         "copy",
-        "how the old policy follows: copy, linear_to_0_3, linear_to_0_5, delayed_linear_to_0_999",
+        "how the old policy follows: copy, constant_0_9, linear_to_0_3, linear_to_0_5, delayed_linear_to_0_999",
         choices=names_in("verl_omni.algorithms.old_policy", "OLD_POLICY_DECAY_SCHEDULES"),
         needs=DIRECT_PREFERENCE,
     )

@@ -2,7 +2,7 @@
 
 import torch
 
-from verl_omni.algorithms.forward_process import draw_sigmas, follows_old_policy
+from verl_omni.algorithms.forward_process import anchor_policies, draw_sigmas, follows_old_policy
 from verl_omni.algorithms.registry import get_algorithm, get_diffusion_loss_fn
 from verl_omni.config.algorithm import DiffusionAlgoConfig
 from verl_omni.config.schema import DiffusionTrainerConfig
@@ -43,6 +43,22 @@ def _check_old_policy(settings: DiffusionTrainerConfig) -> None:
                 f'algorithm.{name}={value} has no effect: algorithm "{arr.model.algorithm}" follows no old policy with '
                 "these settings; leave it out"
             )
+
+
+def _check_average(settings: DiffusionTrainerConfig) -> None:
+    """What a loss compares with as a moving average is not the policy itself."""
+    algorithm, arr = settings.algorithm, settings.actor_rollout_ref
+    scheduled, decay = algorithm.old_policy_decay_schedule, algorithm.old_policy_decay
+    copied = scheduled == "copy" if decay is None else decay == 0
+    several = settings.data.train_batch_size > arr.actor.ppo_mini_batch_size or arr.actor.ppo_epochs > 1
+    if not copied or several or algorithm.old_policy_update_interval > 1:
+        return
+    if "ema_velocity" in anchor_policies(arr.model.algorithm, arr.actor):
+        raise ValueError(
+            f"algorithm.{f'old_policy_decay_schedule={scheduled}' if decay is None else f'old_policy_decay={decay}'}: "
+            f'the moving average that "{arr.model.algorithm}" compares with would be the policy itself; leave it out, '
+            "or set algorithm.old_policy_decay=0.9"
+        )
 
 
 def _check_reward_gradient(settings: DiffusionTrainerConfig) -> None:
@@ -87,6 +103,7 @@ def check_preference(settings: DiffusionTrainerConfig) -> None:
     steps = torch.linspace(1, 0, arr.rollout.pipeline.num_inference_steps + 1)[:-1]
     draw_sigmas(1, algorithm.timesteps_per_sample or 1, algorithm.timestep_distribution, schedule=steps)
     _check_old_policy(settings)
+    _check_average(settings)
     if algorithm.adv_mode != "continuous" and "advantages" not in loss_fn.required_data_keys:
         raise ValueError(
             f"algorithm.adv_mode={algorithm.adv_mode} has no effect: loss "
