@@ -2,8 +2,9 @@
 
     python -m benchmarks.symptoms --out outputs/symptoms --parallel 2 [--only "low noise"]
 
-Each row of docs/debugging.md is such a run, in one process with one thread. Prints a table in Markdown: the metric in
-the run that was spoiled and in the recipe as it is shipped, and the words on the console.
+Each row of docs/debugging.md is such a run, in one process with one thread; beside some is the same run with a remedy.
+Prints a table in Markdown: the metric in the run that was spoiled and in the recipe as it is shipped, how well an OCR
+reads validation's images at first and at last, and the words on the console.
 """
 
 import argparse
@@ -15,14 +16,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
+from PIL import Image
+
 from benchmarks.compare_algorithms import ACTOR, ROLLOUT
 from benchmarks.local_runs import Job, import_everything, run_all
 from benchmarks.staleness import quickstart_settings, write_order
+from verl_omni.rewards.differentiable import differentiable
 from verl_omni.utils.run_files import read_metrics
 
 SCORE = "val-core/ocr_line/reward/mean@1"
 SHIPPED = "as shipped"
 BEHIND = 4  # steps, in the run with old samples
+DISAGREES = "training disagrees"
 OWN_REWARD = "reward.custom_reward_function"
 
 
@@ -40,15 +46,26 @@ def reward(name: str) -> list[str]:
     return [f"{OWN_REWARD}.path=pkg://benchmarks.symptoms", f"{OWN_REWARD}.name={name}"]
 
 
+COMPRESSIBLE = ["reward.scorers=[{name: jpeg_compressibility}, {name: ocr_line, weight: 1e-6}]"]
+GRADIENT = [  # up the gradient of a reward that has nothing to do with what is written
+    "actor_rollout_ref.model.algorithm=draft",
+    *(f"{ROLLOUT}.{one}" for one in ("algo.sde_type=ode", "algo.noise_level=0", "n=2")),
+    *reward("bright"),
+]
+
 ROWS = {
     "flat reward": Spoiled(
         [f"{ACTOR}.optim.lr=1e-8"], "critic/rewards/mean", "the reward stays where it is", steps=30
     ),
-    "collapse": Spoiled([f"{ACTOR}.optim.lr=5e-3"], "critic/rewards/mean", "which is worse: look at the images"),
-    "hacking": Spoiled(
-        ["reward.scorers=[{name: jpeg_compressibility}, {name: ocr_line, weight: 1e-6}]"],
-        "reward/ocr_line/mean",
-        'gets better while "ocr_line" gets worse',
+    "collapse": Spoiled([f"{ACTOR}.optim.lr=5e-3"], "critic/rewards/mean", "nearly every ratio is clipped"),
+    "hacking": Spoiled(COMPRESSIBLE, "reward/ocr_line/mean", 'gets better while "ocr_line" gets worse'),
+    "hacking near the reference": Spoiled(
+        [*COMPRESSIBLE, f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=1"], "reward/ocr_line/mean", ""
+    ),
+    "hacking with an average": Spoiled([*COMPRESSIBLE, f"{ACTOR}.ema_decay=0.9"], "reward/ocr_line/mean", ""),
+    "reward gradient": Spoiled(GRADIENT, "critic/rewards/mean", ""),
+    "reward gradient near the reference": Spoiled(
+        [*GRADIENT, f"+{ACTOR}.diffusion_loss.extra.kl_beta=0.1"], "critic/rewards/mean", ""
     ),
     "all groups equal": Spoiled(
         reward("constant"), "critic/rewards/zero_std_ratio", "the images of each prompt all have the same reward", 5
@@ -96,6 +113,7 @@ ROWS = {
         "groups are small",
         10,
     ),
+    DISAGREES: Spoiled([], "actor/first_ratio_max_dev", "the two compute different steps", 1),
     SHIPPED: Spoiled([], SCORE, "", steps=30),
 }
 
@@ -112,6 +130,12 @@ def all_or_nothing(images: list, ground_truths: list[str]) -> list[float]:
     return [float(answer["exact"]) for answer in compute_score_ocr_line(images, ground_truths)]
 
 
+@differentiable
+def bright(pixels: torch.Tensor) -> torch.Tensor:
+    """How white an image is."""
+    return pixels.mean(dim=(1, 2, 3))
+
+
 def anything(images: list, ground_truths: list[str]) -> list[float]:
     """1 for every image with anything on it."""
     return [float(image.convert("L").getextrema()[0] < 250) for image in images]
@@ -123,6 +147,8 @@ def train(name: str, out: str, more: list[str]) -> dict[str, Any]:
     from verl_omni.utils.errors import RunError
 
     row, run_dir = ROWS[name], Path(out) / "runs" / name.replace(" ", "_")
+    if name == DISAGREES:
+        disagree()
     replay = []
     if name == "old samples":
         order = Path(out) / "order"
@@ -149,7 +175,29 @@ def train(name: str, out: str, more: list[str]) -> dict[str, Any]:
     metrics = [line["data"] for line in read_metrics(run_dir / "metrics.jsonl")]
     kept = {one.metric for one in ROWS.values()}
     steps = [{key: value for key, value in line.items() if key in kept} for line in metrics]
-    return {"name": name, "steps": steps, "notices": read_notices(run_dir), "ended": ended}
+    told = {"name": name, "steps": steps, "notices": read_notices(run_dir), "ended": ended}
+    return told | {"read": {folder.name: readable(folder) for folder in (run_dir / "validation").iterdir()}}
+
+
+def disagree() -> None:
+    """In this process: an adapter whose velocities are a hundredth longer where it is trained than where it draws."""
+    from verl_omni.pipelines.qwen_image.adapter import QwenImage
+
+    predict = QwenImage.predict_velocity
+
+    def longer(*given: Any, **named: Any) -> torch.Tensor:
+        return predict(*given, **named) * (1.01 if torch.is_grad_enabled() else 1.0)
+
+    QwenImage.predict_velocity = longer
+
+
+def readable(validation: Path) -> float:
+    """How well an OCR reads the images of a validation, whatever they were scored by."""
+    from verl_omni.rewards.scorers.ocr import compute_score_ocr_line
+
+    rows = [json.loads(line) for line in (validation / "samples.jsonl").read_text().splitlines()]
+    images = [Image.open(validation / row["image"]).convert("RGB") for row in rows]
+    return fmean(answer["score"] for answer in compute_score_ocr_line(images, [row["ground_truth"] for row in rows]))
 
 
 def course(steps: list[dict[str, float]], metric: str) -> str:
@@ -162,20 +210,27 @@ def course(steps: list[dict[str, float]], metric: str) -> str:
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
-    lines = ["| run | spoiled by | metric | there | as shipped | the console |", "|---" * 6 + "|"]
+    lines = ["| run | spoiled by | metric | there | as shipped | OCR | the console |", "|---" * 7 + "|"]
     for name, told in found.items():
         row = ROWS[name]
-        said = [line for line in told["notices"] if row.words and row.words in line]
+        said = [line for line in words_of(told) if row.words and row.words in line]
         shown = said[0] if said else "says nothing" if not row.words else f"NOT SAID: {row.words}"
         shipped = course(found[SHIPPED]["steps"], row.metric) if SHIPPED in found else ""
         settings = ", ".join(f"`{setting.removeprefix('actor_rollout_ref.')}`" for setting in row.settings)
         there = course(told["steps"], row.metric)
-        lines.append(f"| {name} | {settings} | `{row.metric}` | {there} | {shipped} | {shown} |")
+        read = [told["read"][step] for step in sorted(told["read"], key=lambda name: int(name.split("_")[1]))]
+        legible = f"{read[0]:.2f} → {read[-1]:.2f}"
+        lines.append(f"| {name} | {settings} | `{row.metric}` | {there} | {shipped} | {legible} | {shown} |")
     return "\n".join(lines)
 
 
 def was_said(name: str, told: dict[str, Any]) -> bool:
-    return not ROWS[name].words or any(ROWS[name].words in line for line in told["notices"])
+    return not ROWS[name].words or any(ROWS[name].words in line for line in words_of(told))
+
+
+def words_of(told: dict[str, Any]) -> list[str]:
+    """What a run said while it went on, and what ended it."""
+    return [*told["notices"], told["ended"]]
 
 
 def main() -> None:
