@@ -173,15 +173,17 @@ def test_preferences_are_learned_from_groups_of_several_versions(here):
 
 
 @pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
-@pytest.mark.parametrize("algorithm", ["awm", "diffusion_nft"])
+@pytest.mark.parametrize("algorithm", ["awm", "diffusion_nft", "dgpo", "crd", "tempflow_grpo", "flash_grpo"])
 def test_a_loss_compares_with_the_policy_that_drew(here, algorithm, mode):
-    """AWM's ratio to it is 1 where nothing has moved, and is not where training has gone on."""
+    """The ratio to it is 1 where nothing has moved, and is not where training has gone on."""
     more = (f"trainer.mode={mode}", "trainer.max_staleness=1", f"actor_rollout_ref.model.algorithm={algorithm}")
     own = ("reward.custom_reward_function.path=reward.py", "actor_rollout_ref.actor.optim.lr=0.003")
     one_update = ("actor_rollout_ref.actor.ppo_mini_batch_size=2",)
     found = here("run", *PLAIN, *own, *more, *one_update)
     assert [found[step]["staleness/max"] for step in (1, 2)] == [0, 1]
     assert all(found[step]["actor/grad_norm"] > 0 for step in (1, 2, 3))
-    if algorithm == "awm":
+    if algorithm == "crd":  # its implicit reward is how far the policy is from the one that drew
+        assert found[1]["actor/implicit_reward_abs"] < 1e-5 < found[2]["actor/implicit_reward_abs"]
+    elif algorithm != "diffusion_nft":
         assert found[1]["actor/first_ratio_max_dev"] < 1e-6
         assert found[2]["actor/first_ratio_max_dev"] > 1e-5

@@ -61,7 +61,7 @@ def test_a_step(trained, algorithm):
         name, DiffusionRolloutAlgoConfig(**ALGORITHMS[algorithm]), DiffusionLossConfig(loss_mode=None)
     )
     engine.model_config = dataclasses.replace(engine.model_config, algo=algo)
-    engine.replay = ReverseSteps(engine)
+    engine.replay, engine.rows_per_unit = ReverseSteps(engine), 1
     steps = engine.adapter.num_steps(engine.model_config)
     data = as_batch(sample(row, rollout(engine.model_config, engine.module), algo, steps))
     length = data["all_timesteps"].shape[1]
@@ -80,7 +80,7 @@ def test_a_step(trained, algorithm):
     assert any(not torch.equal(before[k], p) for k, p in engine.parameters.items())
 
 
-@pytest.mark.parametrize("name", ["dgpo", "crd", "opd_forward"])
+@pytest.mark.parametrize("name", ["dpo", "diffusion_nft", "awm", "dgpo", "crd", "opd_forward"])
 def test_a_step_on_the_forward_process(trained, name):
     """Two images of one group, noised alike, at two levels; the second step's weights have moved."""
     row, engine = trained
@@ -93,12 +93,14 @@ def test_a_step_on_the_forward_process(trained, name):
         "sigma": torch.tensor([[0.3, 0.8]]).expand(2, 2),
         "noise_seed": torch.tensor([[5, 6]]).expand(2, 2),
         "advantages": advantages,
+        "preference": advantages,
         "group": torch.zeros(2, dtype=torch.long),
         "group_share": torch.full((2,), 0.5),
         "centre": torch.full((2, 1), 0.5),
         "targets": advantages[:, None],
     }
     function = build_loss_function(DiffusionActorConfig(diffusion_loss=loss))
+    engine.rows_per_unit = function.loss_fn.rows_per_unit
     # The steps of other algorithms have taken the weights so far from the reference that a group may count for nothing.
     data = engine.before_update(data, {"old_velocity": "current", "ref_velocity": "current"})
     data["teacher_velocity"] = data["old_velocity"] + 0.1
@@ -109,6 +111,28 @@ def test_a_step_on_the_forward_process(trained, name):
         # After so large a step a ratio may be out of its bounds, where nothing pulls any more.
         assert math.isfinite(metrics["grad_norm"]) and (metrics["grad_norm"] > 0 or not unmoved)
         assert "ratio_max_dev" not in metrics or (metrics["ratio_max_dev"] <= 1e-6) == unmoved
+
+
+@pytest.mark.parametrize("name", ["draft"])
+def test_a_step_up_the_gradient_of_a_reward(trained, name):
+    """Of every model that makes images: through its VAE and its own way to lay latents out."""
+    row, engine = trained
+    algo, loss = resolve_algorithm_defaults(name, DiffusionRolloutAlgoConfig(), DiffusionLossConfig(loss_mode=None))
+    engine.model_config = dataclasses.replace(engine.model_config, algo=algo)
+    if engine.adapter.makes(engine.model_config) != "image":
+        pytest.skip("refused: tests/trainer/test_draft.py")
+    engine.replay, engine.rows_per_unit = NoiseLevels(engine), 1
+    drawer = rollout(engine.model_config, engine.module)
+    drawn = as_batch(sample(row, drawer, algo, steps=0))
+    data = drawn | {"sigma": torch.full((2, 1), 0.3), "noise_seed": torch.tensor([[5], [6]])}
+    data = engine.before_update(data, {})
+    engine.replay.reward_of = drawer.with_reward(lambda pixels: pixels.mean(dim=(1, 2, 3)))
+    function = build_loss_function(DiffusionActorConfig(diffusion_loss=loss))
+    before = {k: p.detach().clone() for k, p in engine.parameters.items()}
+    with engine.train_mode():
+        metrics = engine.train_batch(data, function)["metrics"]
+    assert 0 < metrics["predicted_reward"] < 1 and math.isfinite(metrics["grad_norm"]) and metrics["grad_norm"] > 0
+    assert any(not torch.equal(before[k], p) for k, p in engine.parameters.items())
 
 
 @contextlib.contextmanager

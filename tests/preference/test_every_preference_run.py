@@ -19,11 +19,18 @@ def compute_score(image):
     pixels = list(image.convert("L").getdata())
     return round(sum(pixels) / len(pixels) / 255, 2)
 """
+OF_PIXELS = """
+from verl_omni.rewards.differentiable import differentiable
+
+@differentiable
+def compute_score(pixels):
+    return 1 - (pixels.mean(dim=(1, 2, 3)) - 0.8).square()
+"""
 
 
 def trained(algorithm: str, architecture: str, lora: bool, processes: int, folder: Path) -> dict[str, torch.Tensor]:
     run_dir = folder / f"run{processes}"
-    (folder / "brightness.py").write_text(BRIGHTNESS)
+    (folder / "brightness.py").write_text(OF_PIXELS if algorithm == "draft" else BRIGHTNESS)
     arguments = settings(
         run_dir,
         f"actor_rollout_ref.model.algorithm={algorithm}",
@@ -48,7 +55,7 @@ def trained(algorithm: str, architecture: str, lora: bool, processes: int, folde
 
 @pytest.mark.parametrize("architecture", ["QwenImagePipeline", "StableDiffusion3Pipeline"])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("algorithm", ["dpo", "diffusion_nft", "awm", "dgpo", "crd"])
+@pytest.mark.parametrize("algorithm", ["dpo", "diffusion_nft", "awm", "dgpo", "crd", "draft"])
 def test_one_process_and_two_agree(algorithm, architecture, lora, tmp_path):
     one, two = (trained(algorithm, architecture, lora, processes, tmp_path) for processes in (1, 2))
     assert one.keys() == two.keys() and one

@@ -1,6 +1,7 @@
 """Direct reward gradients: up the gradient of the reward itself, and a line where there is none."""
 
 import contextlib
+import shutil
 
 import pytest
 import torch
@@ -53,6 +54,14 @@ def test_the_reward_climbs(reward, tmp_path, monkeypatch, process_group):
     assert rewards[-1] > rewards[0] + 0.01 and told[0]["actor/grad_norm"] > 0
     # Noised again by as little as the last step's level and taken back in one step, an image is nearly itself.
     assert told[0]["actor/predicted_reward"] == pytest.approx(rewards[0], abs=0.1)
+
+
+def test_it_goes_on_bit_for_bit(reward, tmp_path, monkeypatch, process_group):
+    more = ("trainer.save_freq=1", "trainer.total_training_steps=2", "actor_rollout_ref.model.lora_rank=4")
+    told = run(tmp_path, reward, monkeypatch, *more)
+    shutil.rmtree(tmp_path / "run/global_step_2")
+    (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("1")
+    assert run(tmp_path, reward, monkeypatch, *more) == told and told[0] != told[1]
 
 
 def test_the_reference_holds_a_lora_back(reward, tmp_path, monkeypatch, process_group):

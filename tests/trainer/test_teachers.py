@@ -52,6 +52,16 @@ def test_a_student_comes_closer_and_goes_on_bit_for_bit(tmp_path, monkeypatch, p
     assert metrics(tmp_path / "run") == told
 
 
+@pytest.mark.parametrize("algorithm", ["opd", "opd_forward"])
+def test_a_student_learns_from_what_an_earlier_one_drew(tmp_path, monkeypatch, process_group, lora, algorithm):
+    metric = {"opd": "teacher_kl", "opd_forward": "teacher_distance"}[algorithm]
+    more = ("trainer.mode=fully_async", "trainer.max_staleness=1", "trainer.val_before_train=false")
+    run_here(opd(tmp_path, lora, *more, algorithm=algorithm), tmp_path, monkeypatch)
+    told = metrics(tmp_path / "run")
+    assert told[1]["staleness/max"] == 0 and told[2]["staleness/max"] == 1
+    assert 0 < told[3][f"actor/{metric}"] < told[1][f"actor/{metric}"]
+
+
 def test_each_row_has_the_teacher_of_its_source(tmp_path, monkeypatch, process_group, lora):
     """Two teachers, of which one is the student as it starts: there the divergence is 0."""
     monkeypatch.chdir(tmp_path)

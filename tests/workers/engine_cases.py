@@ -135,10 +135,10 @@ def part(data: dict[str, torch.Tensor], rows: slice | list[int]) -> dict[str, to
     return {key: value[rows] for key, value in data.items()}
 
 
-def loss_function(kl: float = 0.0, clip: float = 0.025) -> LossFunction:
+def loss_function(kl: float = 0.0, clip: float = 0.025, name: str = "flow_grpo") -> LossFunction:
     return build_loss_function(
         DiffusionActorConfig(
-            use_kl_loss=kl > 0, kl_loss_coef=kl, diffusion_loss=DiffusionLossConfig("flow_grpo", clip_ratio=clip)
+            use_kl_loss=kl > 0, kl_loss_coef=kl, diffusion_loss=DiffusionLossConfig(name, clip_ratio=clip)
         )
     )
 

@@ -33,6 +33,7 @@ from verl_omni.workers.engine import checkpoint_io
 EMA = 0.9
 SCHEDULE = {"lr_scheduler_type": "linear", "total_training_steps": 5, "lr_warmup_steps": 1}
 CASES = {"full": False, "lora": True}
+WEIGHED = ("tempflow_grpo", "flash_grpo", "opd")  # losses whose pairs count by their step
 SD3 = "StableDiffusion3Pipeline"  # its timesteps go up to 1000, where bfloat16 tells only multiples of 4 apart
 
 
@@ -91,6 +92,11 @@ def in_8_bits(engine, data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"drawn": torch.stack([image["final_latents"] for image in images]), "reference": means[:1]}
 
 
+def taught(data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Means of a teacher that is somewhat beside the reference."""
+    return {"teacher_prev_sample_mean": data["ref_prev_sample_mean"] + 0.01 * data["all_latents"][:, 1:]}
+
+
 def observe(engine, data: dict[str, torch.Tensor], checkpoint: Path) -> dict:
     """Everything that must not depend on the number of ranks."""
     drawn = in_8_bits(engine, data)
@@ -101,6 +107,10 @@ def observe(engine, data: dict[str, torch.Tensor], checkpoint: Path) -> dict:
         engine.optimizer_zero_grad()
         engine.forward_backward_batch(data, loss)
         seen = {"gradients": gradients(engine), "held whole": list(held), "in 8 bits": drawn}
+        for name in WEIGHED:
+            engine.optimizer_zero_grad()
+            engine.forward_backward_batch(data | taught(data), loss_function(name=name))
+            seen[name] = gradients(engine)
         engine.optimizer_zero_grad()
         rejected = engine.forward_backward_batch(data | {"share": shares(data)}, loss)
         seen |= {"of what is kept": gradients(engine), "metrics of what is kept": [rejected["metrics"]]}
@@ -148,8 +158,10 @@ def test_one_and_two_ranks_agree(runs, name):
         for ours, theirs in zip(one[key], two[key], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
     assert one["metrics"][1]["kl_loss"] > 0
-    for key in ("gradients", "of what is kept", "weights", "ema", "later_weights"):
+    for key in ("gradients", "of what is kept", "weights", "ema", "later_weights", *WEIGHED):
         assert_same(one[key], two[key])
+    for key in WEIGHED:
+        assert moved(one[key], one["gradients"]) > 1e-4, "the loss is another"
     assert_same(one["in 8 bits"], two["in 8 bits"], atol=1e-3)
     assert max(g.abs().max() for g in one["gradients"].values()) > 1e-2
     assert len(two["held whole"]) > 1, "gradients are those of several micro-batches"
