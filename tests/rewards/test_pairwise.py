@@ -10,7 +10,9 @@ from verl.protocol import DataProto
 
 from verl_omni.agent_loop.manager import assign
 from verl_omni.rewards.pairwise import Comparisons, beside, pairs
-from verl_omni.rewards.reward_function import RewardError
+from verl_omni.rewards.reward_function import RewardError, RewardFunction
+from verl_omni.rewards.scoring import Scoring
+from verl_omni.testing.local_trainer import local_config
 from verl_omni.utils.arrays import object_array
 
 NAN = math.nan
@@ -105,6 +107,44 @@ def test_a_group_meets_in_one_process():
     assert list(batch.non_tensor_batch["compared"]) == [(0, 2), (1, 2)] * 3
 
 
+def test_a_group_is_scored_at_once_in_the_order_of_its_places():
+    asked = []
+
+    async def apart(samples: list[dict]) -> list[dict]:
+        """How far each is from the nearest other one: what nobody can tell of an image alone."""
+        values = [sample["response"] for sample in samples]
+        asked.append(values)
+        near = [min(abs(v - w) for j, w in enumerate(values) if j != i) for i, v in enumerate(values)]
+        return [{"reward_score": value, "reward_extra_info": {}} for value in near]
+
+    async def run() -> list[dict]:
+        comparisons = Comparisons("group", None, score_of, apart)
+        values, order = [1.0, 2.0, 4.0, 8.0], [3, 0, 2, 1]
+        calls = {i: comparisons.share("g", (i, 4), {"response": values[i]}) for i in order}
+        found = dict(zip(calls, await asyncio.gather(*calls.values()), strict=True))
+        return [found[i]["reward_score"] for i in range(4)]
+
+    assert asyncio.run(run()) == [1, 1, 2, 4] and asked == [[1.0, 2.0, 4.0, 8.0]]
+
+
+def test_a_group_whose_call_fails_is_asked_again_whole():
+    calls = []
+
+    def sometimes(images, prompts):
+        calls.append(len(images))
+        if len(calls) < 3:
+            raise ValueError("not yet")
+        return [0.5] * len(images)
+
+    async def run(retries: int):
+        samples = [{"response": torch.zeros(3, 2, 2), "prompt": "a"}] * 5
+        return await Scoring(RewardFunction(sometimes, "mine"), batch_size=2, retries=retries).score_group(samples)
+
+    assert [answer["score"] for answer in asyncio.run(run(2))] == [0.5] * 5 and calls == [5, 5, 5]
+    calls.clear()
+    assert "raised ValueError: not yet" in str(asyncio.run(run(1)))
+
+
 BRIGHT = "sum(image.convert('L').resize((2, 2)).getdata())"
 SCORE = f"def compute_score(image):\n    return {BRIGHT}\n"
 PAIR = f"""
@@ -142,3 +182,37 @@ def test_in_a_run_all_ways_give_the_same_rates(tmp_path, monkeypatch, process_gr
     assert {k: told["score"][k] for k in same} == {k: told["pair"][k] for k in same}
     assert told["pair"]["critic/rewards/mean"] == pytest.approx(0.5) and told["pair"]["critic/rewards/std_mean"] > 0
     assert told["pair"]["actor/grad_norm"] > 0
+
+
+def test_a_function_of_single_images_cannot_see_a_group(tmp_path):
+    (tmp_path / "reward.py").write_text(SCORE)
+    group = ("reward.pairwise.by=group", "data.val_files=null")
+    for own in (f"reward.custom_reward_function.path={tmp_path}/reward.py", "reward.scorers=[{name: ocr}]"):
+        with pytest.raises(ValueError, match="by=group shows a function of yours .* that takes `images`"):
+            local_config(settings(tmp_path / "run", own, *group))
+
+
+RANKS = f"""
+def compute_score(images, prompts):
+    assert len(images) == 4 and len(set(prompts)) == 1, "one prompt's"
+    bright = [{BRIGHT.replace("image.", "one.")} for one in images]
+    return [(sum((b > c) + 0.5 * (b == c) for c in bright) - 0.5) / 3 for b in bright]
+"""
+
+
+def test_in_a_run_a_function_sees_whole_groups(tmp_path, monkeypatch, process_group):
+    """What it says of a group's ranks is what a win rate by pairs would be."""
+    told = {}
+    for name, reward in (("group", RANKS), ("pair", PAIR)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "reward.py").write_text(reward)
+        arguments = settings(
+            folder / "run", "reward.custom_reward_function.path=reward.py", f"reward.pairwise.by={name}",
+            "data.val_files=null", "trainer.total_training_steps=1", "trainer.save_freq=0", "reward.batch_size=3",
+            "actor_rollout_ref.rollout.pipeline.num_inference_steps=2",
+        )  # fmt: skip
+        run_here(arguments, folder, monkeypatch)
+        told[name] = metrics(folder / "run")[1]
+    assert told["group"]["critic/rewards/std_mean"] == pytest.approx(told["pair"]["critic/rewards/std_mean"], rel=1e-5)
+    assert told["group"]["actor/grad_norm"] == pytest.approx(told["pair"]["actor/grad_norm"], rel=1e-3)

@@ -229,6 +229,8 @@ def test_a_loss_may_ask_for_all_that_the_model_gives(own):
         (["reward.pairwise.by=score", f"{ROLLOUT}.n=1"], "needs 2 images that are compared, and there are 1"),
         (["reward.pairwise.by=score", "reward.pairwise.opponents=16"], "needs 17 images that are compared"),
         (["reward.pairwise.by=pair", "data.val_files=x.parquet"], "validation has a single one"),
+        (["reward.pairwise.by=group", "data.val_files=x.parquet"], "shows a reward the images of a group"),
+        (["reward.pairwise.by=group", "reward.pairwise.opponents=2"], "has no effect with reward.pairwise.by=group"),
         (["reward.pairwise.by=score", "reward.reward_manager.name=mine"], "has no effect with a reward manager"),
         (["reward.pairwise.opponents=2"], "has no effect with reward.pairwise.by=null"),
         ([*ASYNC, "trainer.stale_groups=keep", f"{MODEL}.algorithm=awm"], "awm compares with the policy that drew"),

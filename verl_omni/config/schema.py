@@ -117,13 +117,15 @@ class RewardModelConfig:
 
 @dataclass
 class PairwiseConfig:
-    """Win rate in the group: a training image's reward is the share of comparisons with others that it wins."""
+    """Win rate in the group: a training image's reward is the share of comparisons with others that it wins. Or what a
+    function says that sees the whole group."""
 
     by: str | None = knob(
         None,
         "score (the image with the better score wins) or pair (the reward is shown two images, and says how far the "
-        "first is the better one, 0 to 1); null: rewards are scores",
-        choices=("score", "pair"),
+        "first is the better one, 0 to 1), or group (your function is given all images of a prompt in one call, and "
+        "scores each of them); null: rewards are scores",
+        choices=("score", "pair", "group"),
         needs="algorithm.sample_source=online",
     )
     opponents: int | None = knob(

@@ -16,6 +16,8 @@ from verl_omni.rewards.pairwise import Comparisons, beside
 from verl_omni.rewards.reward_function import RewardError, RewardFunction
 from verl_omni.rewards.scoring import Failures, Scoring, as_reward_function, described
 
+PLACES = ("group", "burst", "position")  # of a sample: where it belongs, which no reward is told
+
 
 @register("image")
 class ImageRewardManager(RewardManagerBase):
@@ -50,7 +52,7 @@ class ImageRewardManager(RewardManagerBase):
         pairwise = reward.get("pairwise") or {}
         self.comparisons: Comparisons | None = None
         if pairwise.get("by"):
-            self.comparisons = Comparisons(pairwise.by, pairwise.opponents, self._answer)
+            self.comparisons = Comparisons(pairwise.by, pairwise.opponents, self._answer, self._answers)
         self.pools: dict[str, Any] = {}  # label -> a scorer with processes of its own
         self._scorings: dict[str, Scoring] = {}
 
@@ -77,8 +79,8 @@ class ImageRewardManager(RewardManagerBase):
 
     async def _answer(self, sample: dict[str, Any]) -> dict[str, Any]:
         """As `run_single`, of a sample, or of two that are compared."""
-        group, burst, place = (sample[name] for name in ("group", "burst", "position"))
-        sample = {name: value for name, value in sample.items() if name not in ("group", "burst", "position")}
+        group, burst, place = (sample[name] for name in PLACES)
+        sample = {name: value for name, value in sample.items() if name not in PLACES}
         chosen = rewards_of(sample["data_source"], self.choices, self.compute_score is not None)
         kind, together = (sample["data_source"], burst), sample
         if "other" in sample:  # each image is in several pairs, whose places nobody has counted
@@ -89,17 +91,34 @@ class ImageRewardManager(RewardManagerBase):
             *(scoring.score(sample if scoring.function.compares else together, *w) for scoring, *w in asked),
             return_exceptions=True,
         )
+        failure = self._failure(chosen, answers, (group, sample["prompt"]))
+        return _unscored(failure) if failure is not None else self._added_up(chosen, answers)
+
+    async def _answers(self, samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """As `_answer`, of all images of a group, which a reward that takes `images` sees in one call."""
+        prompt = (samples[0]["group"], samples[0]["prompt"])
+        samples = [{name: value for name, value in one.items() if name not in PLACES} for one in samples]
+        chosen = rewards_of(samples[0]["data_source"], self.choices, self.compute_score is not None)
+        given = await asyncio.gather(*(self._scoring(choice).score_group(samples) for choice in chosen))
+        failure = self._failure(chosen, given, prompt)
+        if failure is not None:
+            return [_unscored(failure) for _ in samples]
+        return [self._added_up(chosen, list(answers)) for answers in zip(*given, strict=True)]
+
+    def _failure(self, chosen: list[Choice], answers: list[Any], prompt: tuple) -> str | None:
+        """What a reward said that failed, after counting it; whatever else went wrong is raised."""
         failure = None
         for choice, answer in zip(chosen, answers, strict=True):
             if isinstance(answer, RewardError):
-                self.failures.failed(choice.label, answer, (group, sample["prompt"]))
+                self.failures.failed(choice.label, answer, prompt)
                 failure = failure or str(answer)
             elif isinstance(answer, BaseException):
                 raise answer
             else:
                 self.failures.scored(choice.label)
-        if failure is not None:
-            return {"reward_score": float("nan"), "reward_extra_info": {}, "reward_failure": failure}
+        return failure
+
+    def _added_up(self, chosen: list[Choice], answers: list[dict[str, Any]]) -> dict[str, Any]:
         answer = combine(chosen, answers) if weighted(self.choices) else answers[0]
         extra = {k: v for k, v in answer.items() if k != "score"}
         return {"reward_score": answer["score"], "reward_extra_info": extra}
@@ -124,3 +143,7 @@ class ImageRewardManager(RewardManagerBase):
     @classmethod
     def assemble_rm_scores(cls, data: DataProto, scores: list[float]) -> torch.Tensor:
         return torch.tensor(scores, dtype=torch.float32).unsqueeze(-1)
+
+
+def _unscored(failure: str) -> dict[str, Any]:
+    return {"reward_score": float("nan"), "reward_extra_info": {}, "reward_failure": failure}

@@ -2,7 +2,7 @@
 
 The images of a prompt come to one reward process, each when it is drawn. When the last is there, they are compared: all
 pairs, or each with some opponents drawn at random. `by=score` compares what the reward says of each image alone;
-`by=pair` shows the reward two images at a time.
+`by=pair` shows the reward two images at a time. `by=group` shows it all of them, and takes the scores that it gives.
 """
 
 import asyncio
@@ -30,8 +30,15 @@ class _Group:
 class Comparisons:
     """`share` of each image of a group. `ask` scores a sample, or a pair of them, as any sample is scored."""
 
-    def __init__(self, by: str, opponents: int | None, ask: Callable[[dict[str, Any]], Awaitable[Answer]]):
-        self.by, self.opponents, self.ask = by, opponents, ask
+    def __init__(
+        self,
+        by: str,
+        opponents: int | None,
+        ask: Callable[[dict[str, Any]], Awaitable[Answer]],
+        ask_group: Callable[[list[dict[str, Any]]], Awaitable[list[Answer]]] | None = None,
+    ):
+        """`ask_group`, for `by=group`, scores all samples of a group at once."""
+        self.by, self.opponents, self.ask, self.ask_group = by, opponents, ask, ask_group
         self._groups: dict[str, _Group] = {}
 
     async def share(self, group: str, place: tuple[int, int], sample: dict[str, Any]) -> Answer:
@@ -48,6 +55,8 @@ class Comparisons:
         return (await asyncio.shield(own.result))[index]
 
     async def _compared(self, group: str, members: list[Any]) -> list[Answer]:
+        if self.by == "group":
+            return await self.ask_group(members)
         wins: list[list[float]] = [[] for _ in members]
         failure = None
         chosen = pairs(range(len(members)), self.opponents, group)

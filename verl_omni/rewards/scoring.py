@@ -36,6 +36,7 @@ class Scoring:
             return asyncio.run_coroutine_threadsafe(self._scores(samples), loop).result()
 
         self._batcher = Batcher(work, batch_size, 0.01, parallel)
+        self._groups = asyncio.Semaphore(parallel)
 
     async def score(self, sample: dict[str, Any], kind: Any = None, position: tuple | None = None) -> dict[str, Any]:
         """`{"score": ...}` of a sample; samples of one `kind` may meet in a call. Raises what the last try raised."""
@@ -45,6 +46,15 @@ class Scoring:
         if isinstance(answer, RewardError):
             raise answer
         return answer
+
+    async def score_group(self, samples: list[dict[str, Any]]) -> list[dict[str, Any]] | RewardError:
+        """Of samples that are seen together, in one call: none of them is tried again without the others. A function
+        for single ones is asked one by one, and what one of them raised stands for all."""
+        if self.function.batched:
+            async with self._groups:
+                return await self._tried(samples, self.retries)
+        answers = await asyncio.gather(*(self._one(sample) for sample in samples))
+        return next((answer for answer in answers if isinstance(answer, RewardError)), answers)
 
     async def _scores(self, samples: list[dict[str, Any]]) -> list[dict[str, Any] | RewardError]:
         """A batch that fails is tried again image by image: one of them may be the cause."""

@@ -40,14 +40,20 @@ def check_pairwise(settings: DiffusionTrainerConfig) -> None:
             f"reward.pairwise.by={by} with {opponents or 1} opponents needs {(opponents or 1) + 1} images that are "
             f"compared, and there are {size}: raise actor_rollout_ref.rollout.n (or rollout.algo.branches)"
         )
-    if settings.algorithm.reward_weights:
+    if by == "group" and opponents is not None:
+        raise ValueError(
+            f"reward.pairwise.opponents={opponents} has no effect with reward.pairwise.by=group, which shows "
+            "all images of a prompt: leave it out"
+        )
+    if settings.algorithm.reward_weights and by != "group":
         raise ValueError(
             f"reward.pairwise.by={by} makes one reward, the win rate, and algorithm.adv_estimator="
             f"{settings.algorithm.adv_estimator} adds up several: leave one of them out"
         )
-    if by == "pair" and settings.data.val_files is not None:
+    if by != "score" and settings.data.val_files is not None:
+        seen = "compares two images" if by == "pair" else "shows a reward the images of a group"
         raise ValueError(
-            "reward.pairwise.by=pair compares two images, and validation has a single one: leave data.val_files out, "
+            f"reward.pairwise.by={by} {seen}, and validation has a single one: leave data.val_files out, "
             "and compare checkpoints with `verl-omni eval`"
         )
 

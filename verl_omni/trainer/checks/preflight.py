@@ -286,6 +286,11 @@ def check_rewards(config: DictConfig) -> None:
         function.check_takes(kind)
     if config.reward.pairwise.by == "pair" and kind.name not in ("image", "video"):
         raise ValueError(f"reward.pairwise.by=pair compares pictures, and rewards are given {kind.name}: use by=score")
+    if config.reward.pairwise.by == "group" and not (own and function.batched):
+        raise ValueError(
+            "reward.pairwise.by=group shows a function of yours all images of a prompt at once: name one in "
+            "reward.custom_reward_function.path that takes `images`, or leave it out"
+        )
     if own and function.compares and config.reward.pairwise.by != "pair":
         raise ValueError(
             f"reward function {function.name} compares two images (`other`): set reward.pairwise.by=pair, or take that "
