@@ -214,7 +214,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     for name, told in found.items():
         row = ROWS[name]
         said = [line for line in words_of(told) if row.words and row.words in line]
-        shown = said[0] if said else "says nothing" if not row.words else f"NOT SAID: {row.words}"
+        shown = said[0] if said else f"NOT SAID: {row.words}" if row.words else "; ".join(told["notices"])
         shipped = course(found[SHIPPED]["steps"], row.metric) if SHIPPED in found else ""
         settings = ", ".join(f"`{setting.removeprefix('actor_rollout_ref.')}`" for setting in row.settings)
         there = course(told["steps"], row.metric)
