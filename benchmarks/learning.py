@@ -169,7 +169,7 @@ def diversity(pictures: dict[str, list[Path]]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=["scenes", "words"])
+    parser.add_argument("task", choices=["scenes", "words", "signs"])
     parser.add_argument("--model", type=Path, help="folder that `python -m verl_omni.tasks make` has written")
     parser.add_argument("--out", type=Path, required=True, help="folder of the curves")
     parser.add_argument("--algorithms", nargs="+", default=list(RUNS), choices=list(RUNS))

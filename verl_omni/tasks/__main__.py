@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-TASKS = ("scenes", "words")
+TASKS = ("scenes", "words", "signs")
 
 
 def main() -> None:
@@ -35,7 +35,8 @@ def main() -> None:
     from verl_omni.tasks import find_task
     from verl_omni.tasks.generator import SMALL, Size, make_generator
 
-    task, size = find_task(options.task), SMALL if options.small else Size()
+    task = find_task(options.task)
+    size = SMALL if options.small else Size(**getattr(task, "SIZE", {}))
     try:
         given = (size, options.seconds, options.target, options.seed, options.begun)
         make_generator(task, options.folder / "model", *given)

@@ -60,7 +60,7 @@ def rows(split: str) -> list[dict[str, Any]]:
 def draw_sign(word: str, rng: np.random.Generator) -> np.ndarray:
     """A dark word on a light sign, uint8 (HEIGHT, WIDTH, 3)."""
     sign = Image.new("L", (WIDTH, HEIGHT), int(rng.integers(200, 256)))
-    font, pen = _font(int(rng.integers(14, 19))), ImageDraw.Draw(sign)
+    font, pen = font_of(int(rng.integers(14, 19))), ImageDraw.Draw(sign)
     spare = max(0.0, (WIDTH - pen.textlength(word, font)) / 2 - 3)
     centre = WIDTH / 2 + rng.uniform(-spare, spare), HEIGHT / 2 + rng.uniform(-4, 4)
     pen.text(centre, word, fill=int(rng.integers(0, 71)), font=font, anchor="mm")
@@ -69,7 +69,7 @@ def draw_sign(word: str, rng: np.random.Generator) -> np.ndarray:
 
 
 @functools.cache
-def _font(size: int) -> ImageFont.FreeTypeFont:
+def font_of(size: int) -> ImageFont.FreeTypeFont:
     return ImageFont.load_default(size=size)
 
 
