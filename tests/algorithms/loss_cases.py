@@ -41,8 +41,13 @@ class Case:
         return list(torch.autograd.grad(loss, leaves, retain_graph=True, materialize_grads=True))
 
 
-def policy_gradient_case(loss: str, seed: int = 0, weights: bool = False, spread: float = 0.5, **settings: Any) -> Case:
-    """Steps of different s and dt in one batch, ratios on both sides of the bounds, advantages beyond the clamp."""
+def policy_gradient_case(
+    loss: str, seed: int = 0, weights: bool = False, spread: float = 0.5, shares: bool = False, **settings: Any
+) -> Case:
+    """Steps of different s and dt in one batch, ratios on both sides of the bounds, advantages beyond the clamp.
+
+    With `shares`, of which the first and the last latents have other ones in a log-probability.
+    """
     g = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -60,6 +65,8 @@ def policy_gradient_case(loss: str, seed: int = 0, weights: bool = False, spread
     data["step_pull"] = 0.05 + 0.9 * torch.rand(ROWS, generator=g, dtype=torch.float64)
     # of five steps, which are another sample's other ones
     data["schedule_pulls"] = 0.1 + 0.8 * torch.rand(ROWS, 5, generator=g, dtype=torch.float64)
+    if shares:
+        data["log_prob_weights"] = torch.tensor([[2.25, 0.75, 0.0]], dtype=torch.float64).expand(ROWS, -1)
     if weights:
         data["rollout_is_weights"] = (normal(ROWS).exp() * (normal(ROWS) > 0)).clamp(max=2)
     model_output = {
@@ -130,10 +137,16 @@ def flow_grpo_row(m, d, i, low, high, most=5.0):
     return clipped(torch.exp(m["log_probs"][i] - d["old_log_probs"][i]), d["advantages"][i], low, high, most)
 
 
+def shared_mean(d, i, values):
+    """Of a row's values, each of the first dimension with its share."""
+    shares = d["log_prob_weights"][i].tolist() if "log_prob_weights" in d else [1] * len(values)
+    return sum(share * part.mean() for share, part in zip(shares, values, strict=True)) / len(values)
+
+
 def grpo_guard_row(m, d, i, low, high):
     sqrt_dt, s = float(d["sqrt_dt"][i]), float(m["std_dev_t"][i])
     c = sqrt_dt * s
-    bias = ((m["prev_sample_mean"][i] - d["old_prev_sample_mean"][i]) ** 2).mean() / (2 * c * c)
+    bias = shared_mean(d, i, (m["prev_sample_mean"][i] - d["old_prev_sample_mean"][i]) ** 2) / (2 * c * c)
     ratio = torch.exp((m["log_probs"][i] - d["old_log_probs"][i] + bias) * c)
     return clipped(ratio, d["advantages"][i], low, high) / sqrt_dt**2
 
@@ -149,7 +162,7 @@ def flash_row(m, d, i, low, high):
 
 
 def opd_row(m, d, i):
-    drift = ((m["prev_sample_mean"][i] - d["teacher_prev_sample_mean"][i]) ** 2).mean()
+    drift = shared_mean(d, i, (m["prev_sample_mean"][i] - d["teacher_prev_sample_mean"][i]) ** 2)
     return drift / (2 * float(m["std_dev_t"][i]) ** 2 * float(d["sqrt_dt"][i]) ** 2)
 
 
@@ -157,7 +170,7 @@ def flow_dppo_row(m, d, i, tau):
     ratio = torch.exp(m["log_probs"][i] - d["old_log_probs"][i])
     a = min(max(float(d["advantages"][i]), -5), 5)
     drift = (m["prev_sample_mean"][i] - d["old_prev_sample_mean"][i]) ** 2
-    kl = float((drift.detach() / (2 * m["std_dev_t"][i] ** 2 * d["sqrt_dt"][i] ** 2)).mean())
+    kl = float(shared_mean(d, i, drift.detach() / (2 * m["std_dev_t"][i] ** 2 * d["sqrt_dt"][i] ** 2)))
     further = (ratio > 1 and a > 0) or (ratio < 1 and a < 0)
     return 0 * ratio if kl >= tau and further else -a * ratio
 

@@ -44,6 +44,11 @@ FORMULAS = {
         lambda m, d, i: cases.grpo_guard_row(m, d, i, 0.1, 0.1),
         ROWS,
     ),
+    "grpo_guard by shares": (
+        lambda: policy_gradient_case("grpo_guard", shares=True, clip_ratio=0.1),
+        lambda m, d, i: cases.grpo_guard_row(m, d, i, 0.1, 0.1),
+        ROWS,
+    ),
     "tempflow_grpo": (
         lambda: policy_gradient_case("tempflow_grpo", clip_ratio=0.2),
         lambda m, d, i: cases.tempflow_row(m, d, i, 0.2, 0.2, 2.25),
@@ -64,7 +69,13 @@ FORMULAS = {
         lambda m, d, i: cases.flow_dppo_row(m, d, i, 1e-3),
         ROWS,
     ),
+    "flow_dppo by shares": (
+        lambda: policy_gradient_case("flow_dppo", shares=True, extra={"kl_mask_threshold": 1e-3}),
+        lambda m, d, i: cases.flow_dppo_row(m, d, i, 1e-3),
+        ROWS,
+    ),
     "opd": (lambda: policy_gradient_case("opd"), cases.opd_row, ROWS),
+    "opd by shares": (lambda: policy_gradient_case("opd", shares=True), cases.opd_row, ROWS),
     "opd_forward": (
         lambda: direct_preference_case("opd_forward"),
         lambda m, d, i: ((m["velocity"][i] - d["teacher_velocity"][i]) ** 2).mean(),
@@ -315,6 +326,23 @@ def test_kl_equals_its_formula_and_has_a_gradient():
     # with the divisor of the step's authors
     other, _ = KLLoss.compute_loss(prev_sample_mean=mean, ref_prev_sample_mean=ref, std_dev_t=s, kl_std=s / 2)
     torch.testing.assert_close(other, 4 * loss)
+
+
+def test_kl_and_teacher_beside_a_loss_count_latents_as_log_probabilities_do():
+    case = policy_gradient_case("flow_grpo", shares=True, clip_ratio=0.2)
+    case.config.diffusion_loss.loss_mode, case.config.use_kl_loss, case.config.kl_loss_coef = "flow_grpo", True, 0.5
+    case.config.teacher.coef = 0.3
+    m, d = case.model_output, case.data
+    d["ref_prev_sample_mean"] = d["old_prev_sample_mean"]
+    result = build_loss_function(case.config)(m, d)
+    squared = (m["prev_sample_mean"] - d["ref_prev_sample_mean"]) ** 2
+    rows = [
+        cases.flow_grpo_row(m, d, i, 0.2, 0.2)
+        + 0.5 * cases.shared_mean(d, i, squared[i]) / (2 * float(m["std_dev_t"][i]) ** 2)
+        + 0.3 * cases.opd_row(m, d, i)
+        for i in range(ROWS)
+    ]
+    torch.testing.assert_close(result.loss, sum(rows) / ROWS, rtol=1e-10, atol=1e-12)
 
 
 def test_kl_is_called_with_the_engines_names():

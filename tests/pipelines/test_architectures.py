@@ -332,7 +332,9 @@ def rollout(
     return DiffusersRollout(settings, model_config, module.eval(), torch.device("cpu"), torch.float32)
 
 
-def generate(row: Architecture, engine: DiffusersRollout, prompts: list[str], together: bool = True):
+def generate(
+    row: Architecture, engine: DiffusersRollout, prompts: list[str], together: bool = True, keep_means: bool = False
+):
     """Requests as the agent loop makes them, in one batch or one after another."""
     tokenizers = engine.adapter.load_tokenizers(engine.model_config)
 
@@ -346,7 +348,9 @@ def generate(row: Architecture, engine: DiffusersRollout, prompts: list[str], to
     window = (0, steps - 1) if engine.model_config.algo.noise_level else None
 
     async def run():
-        params = [dict(seed=s, keep_trajectory=True, sde_window=window) for s in range(len(prompts))]
+        params = [
+            dict(seed=s, keep_trajectory=True, keep_means=keep_means, sde_window=window) for s in range(len(prompts))
+        ]
         if together:
             params = [p | {"position": (i, len(prompts))} for i, p in enumerate(params)]
         calls = [

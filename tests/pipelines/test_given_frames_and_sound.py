@@ -18,11 +18,17 @@ from test_architectures import (  # noqa: F401
 )
 from tiny_models import tiny_checkpoint
 
-from verl_omni.config import DiffusionRolloutAlgoConfig, DiffusionRolloutConfig
+from verl_omni.config import (
+    DiffusionActorConfig,
+    DiffusionLossConfig,
+    DiffusionRolloutAlgoConfig,
+    DiffusionRolloutConfig,
+)
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.schedulers import FlowMatchSDEDiscreteScheduler
 from verl_omni.utils.errors import Refused
 from verl_omni.utils.responses import VideoWithSound
+from verl_omni.workers.losses import build_loss_function
 from verl_omni.workers.rollout.image_request import RequestReader
 
 ROWS = {row.name: row for row in architectures.TABLE}
@@ -65,6 +71,38 @@ def test_rollout_and_training_share_alike():
     with engine.eval_mode():
         replayed = engine.infer_batch(data)["model_output"]["log_probs"].view_as(data["rollout_log_probs"])
     torch.testing.assert_close(replayed, data["rollout_log_probs"], atol=1e-6, rtol=0)
+
+
+@torch.no_grad()
+def test_the_drift_that_grpo_guard_takes_out_is_that_of_the_log_probability():
+    """What is left of a log-ratio is linear in Δμ, which is 0 on average; in float64, of what the engine hands it."""
+    engine = training_engine(shared(0.5))
+    drawn = generate(LTX2, rollout(engine.model_config, engine.module), architectures.PROMPTS, keep_means=True)
+    data = architectures.as_batch(drawn)
+    data |= {"old_log_probs": data["rollout_log_probs"], "advantages": torch.ones_like(data["rollout_log_probs"])}
+    for name, weight in engine.parameters.items():
+        if "audio_proj_out" in name:
+            weight.add_(0.1)
+    size, seen = engine.adapter.geometry(engine.model_config), []
+    loss = build_loss_function(DiffusionActorConfig(diffusion_loss=DiffusionLossConfig("grpo_guard")))
+
+    def watched(output, row):
+        seen.append(result := loss(output, row))
+        c = (output["std_dev_t"][:, 0, 0] * row["sqrt_dt"]).double()
+        moved = output["prev_sample_mean"].double() - row["old_prev_sample_mean"].double()
+        by_chance = row["prev_latents"].double() - row["old_prev_sample_mean"].double()
+        parts = slice(size.video), slice(size.video, None)
+        linear = sum((moved * by_chance)[:, part].mean((1, 2)) for part in parts) / 2 / c**2
+        drift = sum((moved**2)[:, part].mean((1, 2)) for part in parts) / 2 / (2 * c**2)
+        assert drift.min() > 1e-4
+        torch.testing.assert_close(result.metrics["guard_bias"].double(), drift.mean(), rtol=1e-4, atol=0)
+        left = (output["log_probs"] - row["old_log_probs"]).double() + drift
+        torch.testing.assert_close(left, linear, atol=2e-5, rtol=0)
+        return result
+
+    with engine.eval_mode():
+        engine.infer_batch(data, watched)
+    assert seen
 
 
 def test_a_folder_of_wan_2_2_ti2v_takes_first_frames_where_it_is_told_so(tmp_path):

@@ -160,8 +160,13 @@ def merge_extra(owner: str, known: Mapping[str, Any], given: Mapping[str, Any]) 
     return {**known, **given}
 
 
-def row_mean(values: torch.Tensor) -> torch.Tensor:
-    """Mean over all but the first dimension: (B,)."""
+def row_mean(values: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """Mean over all but the first dimension: (B,).
+
+    `weights` (N,) or (B, N), of mean 1, say how much each of the N entries of the first of these dimensions counts.
+    """
+    if weights is not None:
+        values = values.flatten(2).mean(dim=2) * weights.to(values.device)
     return values.flatten(1).mean(dim=1)
 
 

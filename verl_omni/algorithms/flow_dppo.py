@@ -49,6 +49,7 @@ class FlowDPPOLoss(DiffusionLossFn):
         prev_sample_mean: torch.Tensor,
         std_dev_t: torch.Tensor,
         sqrt_dt: torch.Tensor,
+        log_prob_weights: torch.Tensor | None = None,
         rollout_is_weights: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """``KL = mean(Δμ²/(2·s²·(-dt)))``; ``mean(where(keep, -Aρ, 0))``. Shapes as in GRPO-Guard's loss."""
@@ -57,7 +58,8 @@ class FlowDPPOLoss(DiffusionLossFn):
         advantages = clamp_advantages(advantages, settings)
         ratio = torch.exp(log_prob - old_log_prob)
         variance = (per_row(std_dev_t, rows) * per_row(sqrt_dt, rows)) ** 2
-        divergence = row_mean((prev_sample_mean.detach() - old_prev_sample_mean) ** 2) / (2 * variance)
+        squared = row_mean((prev_sample_mean.detach() - old_prev_sample_mean) ** 2, log_prob_weights)
+        divergence = squared / (2 * variance)
         outward = ((ratio > 1) & (advantages > 0)) | ((ratio < 1) & (advantages < 0))
         masked = (divergence >= settings.kl_mask_threshold) & outward
         loss = torch.where(masked, 0.0, -advantages * ratio)

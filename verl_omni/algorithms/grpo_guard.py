@@ -45,18 +45,20 @@ class GRPOGuardLoss(DiffusionLossFn):
         prev_sample_mean: torch.Tensor,
         std_dev_t: torch.Tensor,
         sqrt_dt: torch.Tensor,
+        log_prob_weights: torch.Tensor | None = None,
         rollout_is_weights: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """``c = s·√(-dt)``, ``b = mean(Δμ²)/(2c²)``, ``ρ = exp((Δlogp + b)·c)``; clipped loss over ``-dt``.
 
         Log-probabilities and advantages are (B,), means (B, ...), std_dev_t (B, 1, ...) or scalar, sqrt_dt (B,) or
-        scalar. c belongs to a pair's own step.
+        scalar. c belongs to a pair's own step. ``log_prob_weights`` (B, N) are those of a log-probability's mean, and
+        so b's: with others the drift would not cancel.
         """
         check_rows(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, weights=rollout_is_weights)
         rows = len(log_prob)
         sqrt_dt = per_row(sqrt_dt, rows)
         c = per_row(std_dev_t, rows) * sqrt_dt
-        bias = row_mean((prev_sample_mean - old_prev_sample_mean) ** 2) / (2 * c**2)
+        bias = row_mean((prev_sample_mean - old_prev_sample_mean) ** 2, log_prob_weights) / (2 * c**2)
         ratio = torch.exp((log_prob - old_log_prob + bias) * c)
         loss, metrics = clipped_objective(ratio, advantages, cls.settings(config))
         metrics |= log_prob_metrics(old_log_prob, log_prob) | {"guard_bias": bias.detach().mean()}

@@ -21,14 +21,16 @@ class KLLoss(DiffusionLossFn):
         ref_prev_sample_mean: torch.Tensor,
         std_dev_t: torch.Tensor,
         kl_std: torch.Tensor | None = None,
+        log_prob_weights: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """``mean((μ-μ_ref)²)/(2d²)``, d = ``kl_std``. It has a gradient.
 
         d is what the authors of the step divide by, so that their `kl_loss_coef` means the same here: s of Flow-GRPO's
         step, a penalty per unit of time, else s·√(-dt), the KL of the two Gaussians. Without it d = s. Means are
-        (B, ...), std_dev_t and kl_std (B, 1, ...) or scalar.
+        (B, ...), std_dev_t and kl_std (B, 1, ...) or scalar. ``log_prob_weights`` (B, N) are those of a
+        log-probability's mean, and so the inner mean's.
         """
-        squared = row_mean((prev_sample_mean - ref_prev_sample_mean.detach()) ** 2)
+        squared = row_mean((prev_sample_mean - ref_prev_sample_mean.detach()) ** 2, log_prob_weights)
         d = per_row(std_dev_t if kl_std is None else kl_std, len(squared))
         loss = (squared / (2 * d**2)).mean()
         return loss, {"kl_loss": loss.detach()}

@@ -50,9 +50,13 @@ class OPDLoss(DiffusionLossFn):
         teacher_prev_sample_mean: torch.Tensor,
         std_dev_t: torch.Tensor,
         sqrt_dt: torch.Tensor,
+        log_prob_weights: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """``mean(mean((μ - μ_T)²)/(2s²·(-dt)))``. Means are (B, ...), std_dev_t (B, 1, ...), sqrt_dt (B,) or scalar."""
-        squared = row_mean((prev_sample_mean - teacher_prev_sample_mean.detach()) ** 2)
+        """``mean(mean((μ - μ_T)²)/(2s²·(-dt)))``. Means are (B, ...), std_dev_t (B, 1, ...), sqrt_dt (B,) or scalar.
+
+        ``log_prob_weights`` (B, N) are those of a log-probability's mean, and so the inner mean's.
+        """
+        squared = row_mean((prev_sample_mean - teacher_prev_sample_mean.detach()) ** 2, log_prob_weights)
         std = per_row(std_dev_t, len(squared)) * per_row(sqrt_dt, len(squared))
         loss = (squared / (2 * std**2)).mean()
         return loss, {"teacher_kl": loss.detach()}

@@ -117,7 +117,8 @@ class DiffusionRolloutAlgoConfig:
     )
     audio_share: float | None = knob(
         None,
-        "a video with sound: the sound's share of a step's log-probability; null: every latent number counts the same",
+        "a video with sound: the sound's share of a step's log-probability and divergences; null: every latent number "
+        "counts the same",
         least=0,
         most=1,
         needs=POLICY_GRADIENT,

@@ -56,6 +56,7 @@ class LossFunction:
                 ref_prev_sample_mean=data["ref_prev_sample_mean"],
                 std_dev_t=model_output["std_dev_t"],
                 kl_std=model_output.get("kl_std"),
+                log_prob_weights=data.get("log_prob_weights"),
             )
             result.loss = result.loss + self.config.kl_loss_coef * kl
             result.metrics = {**result.metrics, **metrics, "kl_loss": kl.detach()}
@@ -67,6 +68,7 @@ class LossFunction:
                 teacher_prev_sample_mean=data["teacher_prev_sample_mean"],
                 std_dev_t=model_output["std_dev_t"],
                 sqrt_dt=data["sqrt_dt"],
+                log_prob_weights=data.get("log_prob_weights"),
             )
             coef = self.config.teacher.coef
             result.loss = result.loss + (1.0 if coef is None else coef) * distance

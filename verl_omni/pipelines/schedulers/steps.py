@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from verl_omni.algorithms.base import row_mean
 from verl_omni.config.knob import Range
 from verl_omni.utils.registry import Registry
 
@@ -91,9 +92,7 @@ class Step:
         std = std_dev_t * (_column(sigma, mean) - _column(sigma_next, mean)).sqrt()
         noisy = std > 0
         density = self.density(x_next.detach().float(), mean, torch.where(noisy, std, 1.0))
-        if weights is not None:
-            density = density.flatten(2).mean(dim=2) * weights.to(density.device)
-        return torch.where(noisy.flatten(), density.flatten(1).mean(dim=1), 0.0)
+        return torch.where(noisy.flatten(), row_mean(density, weights), 0.0)
 
 
 _STEPS: Registry[Step] = Registry("sde_type")

@@ -61,6 +61,9 @@ class ReverseSteps(Replay):
         )
         sigma, sigma_next = step_sigmas(scheduler, timestep)
         micro_batch["sqrt_dt"] = (sigma - sigma_next).sqrt()
+        weights = getattr(scheduler, "log_prob_weights", None)  # an adapter's own scheduler may know of none
+        if weights is not None:
+            micro_batch["log_prob_weights"] = weights.to(sample.device).expand(len(sample), -1)
         if config.algo.sde_type in step_names():  # of others only the adapter's own scheduler knows
             micro_batch |= self._pull(kind, timestep)
         in_kl = kl_std(config.algo.sde_type, std_dev_t, micro_batch["sqrt_dt"])
