@@ -15,9 +15,10 @@ from tiny_models import tiny_checkpoint
 
 from verl_omni.config import DiffusionModelConfig, DiffusionPipelineConfig
 from verl_omni.data import prepare_offline_dpo
-from verl_omni.data.offline_pairs import OfflinePairDataset, collate_pairs, model_fingerprint
+from verl_omni.data.offline_pairs import OfflinePairDataset, check_takes_pairs, collate_pairs, model_fingerprint
 from verl_omni.data.prepare_offline_dpo import prepare, read_pairs
 from verl_omni.data.prompt_loader import create_dataloader
+from verl_omni.pipelines.builtin import BUILTIN
 from verl_omni.pipelines.model_base import DiffusionModelBase
 
 QWEN, SD3 = "QwenImagePipeline", "StableDiffusion3Pipeline"
@@ -181,11 +182,39 @@ def test_the_command_says_a_mistake_in_one_line(tmp_path, monkeypatch):
     assert said.startswith("error: ") and "odd number" in said and "\n" not in said
 
 
-def test_a_model_that_draws_from_its_own_tokens_is_refused(tmp_path):
-    data = write_jsonl(tmp_path / "data", pair_rows(tmp_path / "data"))
-    with pytest.raises(NotImplementedError, match="images of a data set have none: train it with .*=online"):
-        prepare(tiny_checkpoint("GlmImagePipeline"), data, tmp_path / "out", 32, 32)
-    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+REFUSED = {
+    "GlmImagePipeline": "draws each image from tokens .* images of a data set have none",
+    "QwenImageEditPlusPipeline": "draws from images that come with a prompt, and cached pairs have none",
+    "FluxKontextPipeline": "draws from images that come with a prompt, and cached pairs have none",
+    "WanPipeline": "makes video, and cached pairs are of images",
+    "HunyuanVideo15Pipeline": "makes video, and cached pairs are of images",
+    "LTX2Pipeline": "makes video with sound, and cached pairs are of images",
+    "LongCatAudioDiTPipeline": "makes sound, and cached pairs are of images",
+    "AceStepPipeline": "makes sound, and cached pairs are of images",
+}
+
+
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_a_model_that_no_pairs_of_images_train_is_refused_before_anything_is_read(tmp_path, architecture):
+    with pytest.raises(ValueError, match=f"{REFUSED[architecture]}: train it with .*=online") as error:
+        prepare(tiny_checkpoint(architecture), tmp_path / "not there", tmp_path / "out", 32, 32)
+    assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
+
+
+def test_every_other_model_takes_pairs():
+    """Those in whose images-to-latents test an encode_image is compared with diffusers' VAE."""
+    taken = [QWEN, SD3, "FluxPipeline", "Flux2Pipeline", "Flux2KleinPipeline", "ZImagePipeline", "ChromaPipeline",
+             "CogView4Pipeline"]  # fmt: skip
+    assert {*taken, *REFUSED, "WanImageToVideoPipeline", "LTX2ImageToVideoPipeline"} == set(BUILTIN)
+    for architecture in taken:
+        check_takes_pairs(model_config(architecture))
+
+
+def test_an_adapter_that_cannot_turn_images_into_latents_is_refused(monkeypatch):
+    config = model_config(SD3)
+    monkeypatch.delattr(DiffusionModelBase.get_class(config), "encode_image")
+    with pytest.raises(ValueError, match="has an adapter, .*, without encode_image"):
+        check_takes_pairs(config)
 
 
 def test_resize_takes_images_of_another_size(tmp_path):

@@ -103,6 +103,12 @@ def test_more_noise_levels_than_the_rollout_has_steps():
         prepared("awm", "algorithm.timestep_distribution=rollout", "algorithm.timesteps_per_sample=5")
 
 
+def test_pairs_of_images_train_no_model_of_videos():
+    model = f"actor_rollout_ref.model.path={tiny_checkpoint('WanPipeline')}"
+    with pytest.raises(ValueError, match="makes video, and cached pairs are of images: train it with .*=online"):
+        prepared("dpo", "algorithm.sample_source=offline", model, f"{ROLLOUT}.pipeline.num_frames=5")
+
+
 def test_offline_training_has_no_image_validation():
     with pytest.raises(ValueError, match="starts no rollout engine, so that nothing can draw validation images"):
         prepared("dpo", "algorithm.sample_source=offline", "data.val_files=prompts.parquet")

@@ -27,6 +27,28 @@ MOST_PAIRS = 10**6  # of a shard
 SAMPLED_BYTES = 2**20
 
 
+def check_takes_pairs(model_config: DiffusionModelConfig) -> None:
+    """Raise one line where pairs of images, which is what a cache holds, cannot train this model."""
+    from verl_omni.pipelines.model_base import DiffusionModelBase
+
+    adapter = DiffusionModelBase.get_class(model_config)
+    made = adapter.makes(model_config)
+    if made != "image":
+        why = f"makes {made}, and cached pairs are of images"
+    elif adapter.brings("drawn_conditions"):
+        why = "draws each image from tokens that it has written for it, and images of a data set have none"
+    elif adapter.needs_images:
+        why = "draws from images that come with a prompt, and cached pairs have none"
+    elif not adapter.brings("encode_image"):
+        why = f"has an adapter, {adapter.__name__}, without encode_image, the inverse of its decode_latents"
+    else:
+        return
+    raise ValueError(
+        f"{model_config.path} is a {model_config.architecture}, which {why}: train it with "
+        "algorithm.sample_source=online, where each algorithm, dpo too, draws for itself"
+    )
+
+
 class OfflinePairDataset(Dataset):
     """The pairs of one cache, in the order of the data that it was made of."""
 

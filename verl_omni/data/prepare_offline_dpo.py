@@ -17,7 +17,13 @@ from tqdm import tqdm
 
 from verl_omni.algorithms.registry import fill_nulls
 from verl_omni.config import DiffusionModelConfig, DiffusionPipelineConfig
-from verl_omni.data.offline_pairs import FORMAT, MANIFEST, OfflinePairDataset, model_fingerprint
+from verl_omni.data.offline_pairs import (
+    FORMAT,
+    MANIFEST,
+    OfflinePairDataset,
+    check_takes_pairs,
+    model_fingerprint,
+)
 from verl_omni.data.pair_options import parser
 from verl_omni.data.prompt_files import read_file
 from verl_omni.data.prompt_rows import user_text
@@ -158,11 +164,6 @@ class Preparation:
         self.partial = out.with_name(out.name + ".partial")
         self.shards = [pairs[i : i + per_shard] for i in range(0, len(pairs), per_shard)]
         self.adapter = DiffusionModelBase.get_class(model_config)
-        if self.adapter.brings("drawn_conditions"):
-            raise NotImplementedError(
-                f"{model_config.path} is a {model_config.architecture}, which draws each image from tokens that it has "
-                "written for it, and images of a data set have none: train it with algorithm.sample_source=online"
-            )
         size = model_config.pipeline
         self.job = {
             "format": FORMAT,
@@ -283,6 +284,7 @@ def prepare(
     pipeline = DiffusionPipelineConfig(height=height, width=width, max_sequence_length=max_sequence_length)
     config = DiffusionModelConfig(path=str(model), pipeline=pipeline)
     check_model_folder(config)
+    check_takes_pairs(config)
     adapter = DiffusionModelBase.get_class(config)
     config.pipeline = fill_nulls(pipeline, adapter.pipeline_defaults, f"the pipeline defaults of {adapter.__name__}")
     multiple = adapter.vae_scale_factor(config) * adapter.size_multiple

@@ -6,6 +6,7 @@ from verl_omni.algorithms.forward_process import anchor_policies, draw_sigmas, f
 from verl_omni.algorithms.registry import get_algorithm, get_diffusion_loss_fn
 from verl_omni.config.algorithm import DiffusionAlgoConfig
 from verl_omni.config.schema import DiffusionTrainerConfig
+from verl_omni.data.offline_pairs import check_takes_pairs
 
 
 def check_trainer_fits(settings: DiffusionTrainerConfig) -> None:
@@ -117,6 +118,8 @@ def check_preference(settings: DiffusionTrainerConfig) -> None:
         )
     if "predicted_reward" in loss_fn.required_model_output_keys:
         _check_reward_gradient(settings)
+    if algorithm.sample_source == "offline":
+        check_takes_pairs(arr.model)
     if algorithm.sample_source == "offline" and (settings.data.val_files is not None or settings.trainer.val_only):
         raise ValueError(
             "algorithm.sample_source=offline starts no rollout engine, so that nothing can draw validation images: "
