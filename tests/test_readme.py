@@ -22,3 +22,23 @@ def test_every_algorithm_of_the_readme_is_registered():
     assert len(names) >= 8
     for name in names:
         assert get_algorithm(name).name == name
+
+
+def test_every_model_of_the_table_is_in_the_readme():
+    section = (ROOT / "README.md").read_text().split("## Models")[1].split("##")[0]
+    for row in models_table().splitlines()[2:]:
+        architecture, model, _ = row.strip("| ").split(" | ")
+        missing = [word for word in model.split(",")[0].split() if word not in section]
+        assert not missing, f"the README's list of models lacks {architecture} ({model})"
+
+
+def test_the_seconds_of_a_sound_are_said_as_they_are():
+    from verl_omni.config.rollout import DiffusionPipelineConfig
+    from verl_omni.pipelines.builtin import BUILTIN
+    from verl_omni.pipelines.model_base import DiffusionModelBase
+
+    said = DiffusionPipelineConfig.__dataclass_fields__["audio_duration_s"].metadata
+    for architecture in BUILTIN:
+        adapter = DiffusionModelBase.registry.find(architecture, "flow_grpo")
+        own = adapter.pipeline_defaults.get("audio_duration_s")
+        assert own is None or f"{own:g} of" in str(said), architecture

@@ -47,13 +47,21 @@ class DiffusionPipelineConfig:
         None, "Wan2.2: guidance of the low-noise transformer; null: guidance_scale", least=0, of_some_models=True
     )
     audio_guidance_scale: float | None = knob(
-        None, "guidance of the sound of a video with sound; null: guidance_scale", least=0, of_some_models=True
+        None,
+        "guidance of the sound of a video with sound, 1: none, 0: it follows the negative prompt alone where the video "
+        "is guided; null: guidance_scale",
+        least=0,
+        of_some_models=True,
     )
     frame_rate: float | None = knob(
         None, "frames a second of a video with sound; null: the pipeline's own", above=0, of_some_models=True
     )
     audio_duration_s: float | None = knob(
-        None, "seconds of a sound, counted in thousandths; null: 10", least=0.001, most=600, of_some_models=True
+        None,
+        "seconds of a sound, counted in thousandths; null: the model's own, 10 of LongCat-AudioDiT, 60 of ACE-Step",
+        least=0.001,
+        most=600,
+        of_some_models=True,
     )
     negative_prompt: str | None = knob(
         None, "negative prompt where the data has no `negative_prompt` column; null: as the model's pipeline has it"
