@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from diffusers.pipelines.flux import pipeline_flux_kontext
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as upstream
 from e2e_runs import drawn_again, metrics, prompts, settings
 from PIL import Image
@@ -18,7 +19,7 @@ from verl_omni.testing.local_trainer import local_config, local_trainer
 ALGORITHM, LOSS = "actor_rollout_ref.model.algorithm", "actor_rollout_ref.actor.diffusion_loss"
 PIPELINE, WINDOW = "actor_rollout_ref.rollout.pipeline", "actor_rollout_ref.rollout.algo"
 VIDEO = [f"{PIPELINE}.num_frames=5", "reward.custom_reward_function.path={folder}/brightness.py"]
-FULL = ["actor_rollout_ref.model.lora_rank=0"]  # diffusers has no LoRA for LongCat-AudioDiT
+FULL = ["actor_rollout_ref.model.lora_rank=0"]  # diffusers has no LoRA for LongCat-AudioDiT and ACE-Step
 SOUND = [f"{PIPELINE}.height=512", f"{PIPELINE}.width=512", "reward.custom_reward_function.path=null"]
 SOUND += ["reward.scorers=[{name: loudness, weight: 1}, {name: silence, weight: 0.5}]"]
 VIDEO_WITH_SOUND = [f"{PIPELINE}.num_frames=5", f"{PIPELINE}.frame_rate=25", "reward.custom_reward_function.path=null"]
@@ -47,11 +48,23 @@ RUNS = {
     "Flux2KleinPipeline": ("diffusion_nft", f"{PIPELINE}.guidance_scale=1"),
     "ZImagePipeline": ("awm", f"{PIPELINE}.guidance_scale=0"),
     "LongCatAudioDiTPipeline": ("flow_grpo", f"{PIPELINE}.audio_duration_s=0.02", *FULL, *SOUND),
-    "LTX2Pipeline-2.3": ("flow_grpo", f"{PIPELINE}.audio_guidance_scale=2", *FULL, *VIDEO_WITH_SOUND),
     "WanPipeline": ("dpo", *VIDEO),
     "WanPipeline-2.2": ("flow_grpo", f"{PIPELINE}.guidance_scale=3", *VIDEO),
 }
-SELDOM = {"LTX2Pipeline-2.3"}
+SELDOM = {
+    "LTX2Pipeline-2.3": ("flow_grpo", f"{PIPELINE}.audio_guidance_scale=2", *FULL, *VIDEO_WITH_SOUND),
+    "FluxKontextPipeline": ("flow_grpo", f"{PIPELINE}.guidance_scale=3"),
+    "ChromaPipeline": ("dpo", f"{PIPELINE}.guidance_scale=4"),
+    "CogView4Pipeline": ("flow_grpo", f"{PIPELINE}.guidance_scale=4"),
+    "HunyuanVideo15Pipeline": ("dance_grpo", f"{PIPELINE}.guidance_scale=4", *VIDEO),
+    "WanImageToVideoPipeline-2.2": ("flow_grpo", f"{PIPELINE}.guidance_scale=3", *VIDEO),
+    "LTX2ImageToVideoPipeline": ("grpo_guard", f"{WINDOW}.audio_share=0.5", *VIDEO_WITH_SOUND, f"{PIPELINE}.width=64"),
+    "AceStepPipeline": ("flow_grpo", f"{PIPELINE}.audio_duration_s=2", *FULL, *SOUND),
+}
+WITH_IMAGES = {
+    "QwenImageEditPlusPipeline", "FluxKontextPipeline", "WanImageToVideoPipeline-2.2", "LTX2ImageToVideoPipeline",
+}  # fmt: skip
+SOUNDS = {"LongCatAudioDiTPipeline": "sound", "AceStepPipeline": "sound", "LTX2Pipeline-2.3": "video with sound"}
 RATIOS = ("flow_grpo", "mix_grpo", "dance_grpo", "grpo_guard", "flow_dppo")
 
 
@@ -69,14 +82,13 @@ def with_images(folder) -> list[str]:
     return [f"data.train_files={files[0]}", f"data.val_files={files[1]}"]
 
 
-@pytest.mark.parametrize(
-    "architecture", [pytest.param(name, marks=[pytest.mark.slow] if name in SELDOM else []) for name in RUNS]
-)
+@pytest.mark.parametrize("architecture", [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in SELDOM)])
 def test_two_steps(architecture, tmp_path, monkeypatch, process_group):
     for name in ("CONDITION_IMAGE_SIZE", "VAE_IMAGE_SIZE"):  # upstream would scale pictures to 1024 x 1024
         monkeypatch.setattr(upstream, name, 64 * 64)
-    algorithm, *particular = (given.replace("{folder}", str(tmp_path)) for given in RUNS[architecture])
-    if "Edit" in architecture:
+    monkeypatch.setattr(pipeline_flux_kontext, "PREFERRED_KONTEXT_RESOLUTIONS", [(64, 64)])
+    algorithm, *particular = (given.replace("{folder}", str(tmp_path)) for given in (RUNS | SELDOM)[architecture])
+    if architecture in WITH_IMAGES:
         particular += with_images(tmp_path)
     (tmp_path / "brightness.py").write_text(BRIGHTNESS)
     (tmp_path / "two_rewards.py").write_text(TWO_REWARDS)
@@ -94,6 +106,5 @@ def test_two_steps(architecture, tmp_path, monkeypatch, process_group):
         if algorithm in RATIOS:
             assert seen[step]["actor/first_ratio_max_dev"] <= 1e-6
     assert list((run_dir / "global_step_2" / "export").rglob("*.safetensors"))
-    kinds = {"LongCatAudioDiTPipeline": "sound", "LTX2Pipeline-2.3": "video with sound"}
-    if architecture in kinds:  # others: tests/cli/test_weights_of_a_run.py
-        assert all(row["kind"] == kinds[architecture] for row in drawn_again(run_dir, 2, at_once=1))
+    if architecture in SOUNDS:  # others: tests/cli/test_weights_of_a_run.py
+        assert all(row["kind"] == SOUNDS[architecture] for row in drawn_again(run_dir, 2, at_once=1))

@@ -37,7 +37,7 @@ ALGORITHMS = {
     "flash_grpo": {},
     "opd": {},
 }
-
+FORWARD = ["dpo", "diffusion_nft", "awm", "dgpo", "crd", "opd_forward"]
 
 SELDOM = {"FluxKontextPipeline", "WanImageToVideoPipeline-TI2V", "LongCatAudioDiTPipeline"}  # here too
 ROWS = [as_param(dataclasses.replace(row, seldom=row.seldom or row.name in SELDOM)) for row in TABLE]
@@ -80,9 +80,9 @@ def test_a_step(trained, algorithm):
     assert any(not torch.equal(before[k], p) for k, p in engine.parameters.items())
 
 
-@pytest.mark.parametrize("name", ["dpo", "diffusion_nft", "awm", "dgpo", "crd", "opd_forward"])
-def test_a_step_on_the_forward_process(trained, name):
-    """Two images of one group, noised alike, at two levels; the second step's weights have moved."""
+@pytest.mark.parametrize("name", FORWARD)
+def test_a_step_on_the_forward_process(trained, name, monkeypatch):
+    """Two images of one group, noised alike, at two levels, and a pair; the second step's weights have moved."""
     row, engine = trained
     algo, loss = resolve_algorithm_defaults(name, DiffusionRolloutAlgoConfig(), DiffusionLossConfig(loss_mode=None))
     engine.model_config = dataclasses.replace(engine.model_config, algo=algo)
@@ -100,7 +100,7 @@ def test_a_step_on_the_forward_process(trained, name):
         "targets": advantages[:, None],
     }
     function = build_loss_function(DiffusionActorConfig(diffusion_loss=loss))
-    engine.rows_per_unit = function.loss_fn.rows_per_unit
+    monkeypatch.setattr(engine, "rows_per_unit", function.loss_fn.rows_per_unit)
     # The steps of other algorithms have taken the weights so far from the reference that a group may count for nothing.
     data = engine.before_update(data, {"old_velocity": "current", "ref_velocity": "current"})
     data["teacher_velocity"] = data["old_velocity"] + 0.1

@@ -1,7 +1,6 @@
 """What only Wan has: UniPC folders, a timestep for each token, frames."""
 
 import dataclasses
-import json
 import shutil
 from types import SimpleNamespace
 
@@ -35,20 +34,6 @@ def test_a_unipc_folder_keeps_its_noise_schedule(tmp_path):
         upstream.set_timesteps(steps)
         torch.testing.assert_close(ours.sigmas, upstream.sigmas, atol=2e-6, rtol=0)
         torch.testing.assert_close(ours.timesteps, upstream.timesteps.float(), atol=1.0, rtol=0)
-
-
-def test_a_timestep_for_each_token(tmp_path):
-    """Wan2.2-TI2V's `expand_timesteps`."""
-    shutil.copytree(tiny_checkpoint("WanPipeline"), tmp_path, dirs_exist_ok=True)
-    index = json.loads((tmp_path / "model_index.json").read_text())
-    (tmp_path / "model_index.json").write_text(json.dumps(index | {"expand_timesteps": True}))
-    row = ROWS["WanPipeline"]
-    model_config = dataclasses.replace(architectures.config(row, cfg=True), path=str(tmp_path))
-    (output,) = architectures.generate(row, architectures.rollout(model_config), architectures.PROMPTS[:1])
-    pipe = row.load(tmp_path)
-    assert pipe.config.expand_timesteps
-    expected, _ = architectures.draw(pipe, row, 0, cfg=True)
-    torch.testing.assert_close(output.trajectory["final_latents"][None], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_frames_that_wan_cannot_make_are_an_error():

@@ -75,6 +75,12 @@ def wan_2_2() -> "DiffusionPipeline":
     return wan(transformer_2=wan_transformer(), boundary_ratio=0.875)
 
 
+@register_builder("WanPipeline-TI2V")
+def wan_expand_timesteps() -> "DiffusionPipeline":
+    """Wan2.2-TI2V of prompts alone, as its folder has it: a timestep for each token."""
+    return wan(expand_timesteps=True)
+
+
 @register_builder("WanImageToVideoPipeline")
 def wan_image_to_video() -> "DiffusionPipeline":
     """Wan2.1: the first frame as channels (4 of a mask and 4 of latents) and as CLIP's features."""
@@ -260,11 +266,9 @@ def ltx2() -> "DiffusionPipeline":
     return LTX2Pipeline(**ltx2_parts())
 
 
-@register_builder("LTX2Pipeline-2.3")
-def ltx2_3() -> "DiffusionPipeline":
+def ltx2_3_parts() -> dict[str, Any]:
     """Gates in attention, text that is modulated by time and projected before the transformer, positions in two halves,
     sound at 16 kHz."""
-    from diffusers import LTX2Pipeline
     from diffusers.pipelines.ltx2.vocoder import LTX2VocoderWithBWE
 
     parts = ltx2_parts(
@@ -304,7 +308,14 @@ def ltx2_3() -> "DiffusionPipeline":
     for name, buffer in vocoder.named_buffers():  # those that come with a checkpoint
         if "mel_stft" in name:
             torch.nn.init.uniform_(buffer)
-    return LTX2Pipeline(**parts | {"vocoder": vocoder})
+    return parts | {"vocoder": vocoder}
+
+
+@register_builder("LTX2Pipeline-2.3")
+def ltx2_3() -> "DiffusionPipeline":
+    from diffusers import LTX2Pipeline
+
+    return LTX2Pipeline(**ltx2_3_parts())
 
 
 @register_builder("LTX2ImageToVideoPipeline")
@@ -312,3 +323,10 @@ def ltx2_image_to_video() -> "DiffusionPipeline":
     from diffusers import LTX2ImageToVideoPipeline
 
     return LTX2ImageToVideoPipeline(**ltx2_parts())
+
+
+@register_builder("LTX2ImageToVideoPipeline-2.3")
+def ltx2_3_image_to_video() -> "DiffusionPipeline":
+    from diffusers import LTX2ImageToVideoPipeline
+
+    return LTX2ImageToVideoPipeline(**ltx2_3_parts())
