@@ -55,6 +55,7 @@ SELDOM = {
     "LTX2Pipeline-2.3": ("flow_grpo", f"{PIPELINE}.audio_guidance_scale=2", *FULL, *VIDEO_WITH_SOUND),
     "FluxKontextPipeline": ("flow_grpo", f"{PIPELINE}.guidance_scale=3"),
     "ChromaPipeline": ("dpo", f"{PIPELINE}.guidance_scale=4"),
+    "Lumina2Pipeline": ("flow_dppo", f"{PIPELINE}.guidance_scale=4"),
     "CogView4Pipeline": ("flow_grpo", f"{PIPELINE}.guidance_scale=4"),
     "HunyuanVideo15Pipeline": ("dance_grpo", f"{PIPELINE}.guidance_scale=4", *VIDEO),
     "WanImageToVideoPipeline-2.2": ("flow_grpo", f"{PIPELINE}.guidance_scale=3", *VIDEO),

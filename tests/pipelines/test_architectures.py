@@ -1,6 +1,7 @@
 """Every architecture against diffusers' own pipeline, and rollout against training: one table, the same tests."""
 
 import asyncio
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -96,6 +97,7 @@ class Architecture:
     images: list[list[Image.Image]] | None = None  # one list for each prompt
     sizes: list[dict[str, Any]] = field(default_factory=lambda: SIZES)
     lora: bool = True  # whether diffusers has it for this model
+    before: int = 0  # tokens that stand before a prompt, and not before a negative one
     seldom: bool = False  # a relative of another row: most of its tests are among the slow ones
     # what diffusers' pipeline is asked for a size and the images of a prompt, where that is not what it is called here
     asked: Callable[[dict[str, Any], list[Image.Image] | None], dict[str, Any]] = as_they_are
@@ -166,6 +168,7 @@ TABLE = [
         sizes=[{"height": 32, "width": 64}, {"height": 64, "width": 32}],
         seldom=True,
     ),
+    Architecture("Lumina2Pipeline", **GUIDANCE, before=17, seldom=True),
     Architecture("ZImagePipeline", guided={"guidance_scale": 4.0}, plain={"guidance_scale": 0.0}),
     Architecture("WanPipeline", **GUIDANCE, both={"num_frames": 5}),
     Architecture(
@@ -406,6 +409,12 @@ def training_engine(model_config: DiffusionModelConfig, lr: float = 0.1) -> PPOD
     return engine
 
 
+def largest_difference(one: Any, other: Any) -> float:
+    """Of tensors, or of each of several."""
+    pairs = zip(one, other, strict=True) if isinstance(one, tuple) else [(one, other)]
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
 def mean_log_prob(output, micro_batch):
     return SimpleNamespace(loss=-output["log_probs"].mean(), metrics={}, add_loss_metric=False)
 
@@ -419,7 +428,7 @@ def mean_log_prob(output, micro_batch):
         for size in (0, 1)
     ],
 )
-def test_without_noise_it_is_diffusers(row, guidance, size):
+def test_without_noise_it_is_diffusers(row, guidance, size, record_property):
     cfg = guidance == "cfg"
     model_config = config(row, cfg, size)
     engine = rollout(model_config)
@@ -432,6 +441,8 @@ def test_without_noise_it_is_diffusers(row, guidance, size):
         shown = latents if given else expected_latents  # upstream's callback has not put the given ones back yet
         with torch.no_grad():
             made = engine.adapter.decode_latents(engine.pipe, shown, model_config)
+        record_property("latents", largest_difference(*without_given(output, latents, expected_latents)))
+        record_property("decoded", largest_difference(made, expected))
         torch.testing.assert_close(*without_given(output, latents, expected_latents), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(made, expected, atol=2e-5 if shown is expected_latents else 5e-5, rtol=0)
         response = output.response
@@ -500,21 +511,24 @@ def test_halves_of_cfg_share_a_forward_where_their_shapes_agree(row, monkeypatch
 
     monkeypatch.setattr(adapter, "forward", classmethod(counting))
     steps, guided = adapter.num_steps(model_config), adapter.cfg_scale(model_config) > 1
-    generate(row, rollout(model_config, one_forward=True), [row.negative] * 2)  # as long as the other half
+    prompts = [row.negative] * 2
+    row = dataclasses.replace(row, negative=row.negative + "y" * row.before)  # as long as the other half
+    generate(row, rollout(model_config, one_forward=True), prompts)
     assert rows == [4 if guided else 2] * steps
     rows.clear()
-    generate(row, rollout(model_config), [row.negative] * 2)
+    generate(row, rollout(model_config), prompts)
     assert rows == [2] * (2 * steps if guided else steps)
 
 
 @pytest.mark.parametrize(
     ("sde_type", "one_forward"), [("sde", False), ("cps", False), ("dance_sde", False), ("sde", True)]
 )
-def test_training_finds_the_log_probs_of_the_rollout(row, sde_type, one_forward):
+def test_training_finds_the_log_probs_of_the_rollout(row, sde_type, one_forward, record_property):
     engine = training_engine(config(row, cfg=True, noise=0.7, sde_type=sde_type))
     data = as_batch(generate(row, rollout(engine.model_config, engine.module, one_forward), PROMPTS))
     with engine.train_mode():
         replayed = engine.infer_batch(data)["model_output"]["log_probs"].view_as(data["rollout_log_probs"])
+        record_property("log_prob", largest_difference(replayed, data["rollout_log_probs"]))
         ratio = (replayed - data["rollout_log_probs"]).exp()
         torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-6, rtol=0)
         engine.train_batch(data, mean_log_prob)

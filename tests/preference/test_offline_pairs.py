@@ -204,7 +204,7 @@ def test_a_model_that_no_pairs_of_images_train_is_refused_before_anything_is_rea
 def test_every_other_model_takes_pairs():
     """Those in whose images-to-latents test an encode_image is compared with diffusers' VAE."""
     taken = [QWEN, SD3, "FluxPipeline", "Flux2Pipeline", "Flux2KleinPipeline", "ZImagePipeline", "ChromaPipeline",
-             "CogView4Pipeline"]  # fmt: skip
+             "CogView4Pipeline", "Lumina2Pipeline"]  # fmt: skip
     assert {*taken, *REFUSED, "WanImageToVideoPipeline", "LTX2ImageToVideoPipeline"} == set(BUILTIN)
     for architecture in taken:
         check_takes_pairs(model_config(architecture))

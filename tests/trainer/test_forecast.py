@@ -109,7 +109,7 @@ def costs_of(folder, architecture: str, *more: str) -> ModelCosts:
 AROUND = {
     "LTX2Pipeline": 9, "LTX2ImageToVideoPipeline": 9, "HunyuanVideo15Pipeline": 5, "WanImageToVideoPipeline": 5,
     "FluxKontextPipeline": None, "ChromaPipeline": None, "LongCatAudioDiTPipeline": None, "GlmImagePipeline": None,
-    "CogView4Pipeline": None, "AceStepPipeline": None,
+    "CogView4Pipeline": None, "AceStepPipeline": None, "Lumina2Pipeline": None,
 }  # fmt: skip
 
 

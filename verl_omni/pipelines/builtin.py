@@ -21,6 +21,7 @@ BUILTIN: dict[str, str] = {
     "LongCatAudioDiTPipeline": "verl_omni.pipelines.longcat_audio",
     "LTX2ImageToVideoPipeline": "verl_omni.pipelines.ltx2",
     "LTX2Pipeline": "verl_omni.pipelines.ltx2",
+    "Lumina2Pipeline": "verl_omni.pipelines.lumina2",
     "QwenImageEditPlusPipeline": "verl_omni.pipelines.qwen_image_edit_plus",
     "QwenImagePipeline": "verl_omni.pipelines.qwen_image",
     "StableDiffusion3Pipeline": "verl_omni.pipelines.sd3",

@@ -10,6 +10,7 @@ from verl_omni.testing.tiny_text import (
     GLM_IMAGE_TEMPLATE,
     clip_text_encoder,
     clip_tokenizer,
+    gemma_tokenizer,
     glm_image_language_model,
     glm_image_tokenizer,
     mistral_text_encoder,
@@ -306,6 +307,48 @@ def z_image() -> "DiffusionPipeline":
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=image_vae(scaling_factor=0.4, shift_factor=0.1),
         text_encoder=qwen3_text_encoder(tokenizer, Qwen3Model),
+        tokenizer=tokenizer,
+        transformer=transformer,
+    )
+
+
+@register_builder("Lumina2Pipeline")
+def lumina2() -> "DiffusionPipeline":
+    from diffusers import FlowMatchEulerDiscreteScheduler, Lumina2Pipeline, Lumina2Transformer2DModel
+    from transformers import Gemma2Config, Gemma2Model
+
+    from verl_omni.pipelines.lumina2.adapter import SYSTEM_PROMPT
+
+    tokenizer = gemma_tokenizer()
+    tokenizer.add_tokens([SYSTEM_PROMPT])  # else it alone would be longer than a tiny prompt may be
+    encoder = Gemma2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.2,
+    )
+    transformer = Lumina2Transformer2DModel(
+        in_channels=4,
+        hidden_size=32,
+        num_layers=2,
+        num_refiner_layers=1,
+        num_attention_heads=2,
+        num_kv_heads=1,
+        multiple_of=16,
+        cap_feat_dim=32,
+        axes_dim_rope=(4, 6, 6),
+        axes_lens=(300, 64, 64),
+    )
+    strengthen(transformer, 2.0)
+    return Lumina2Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        vae=image_vae(scaling_factor=0.4, shift_factor=0.1),
+        text_encoder=Gemma2Model(encoder).eval(),
         tokenizer=tokenizer,
         transformer=transformer,
     )
