@@ -3,6 +3,9 @@
 import re
 from pathlib import Path
 
+from test_architectures import TABLE
+from write_matrix import MARKS, all_cells, matrix_table
+
 from verl_omni.report.document_tables import fill, models_table
 
 ROOT = Path(__file__).parent.parent
@@ -27,7 +30,7 @@ def test_every_algorithm_of_the_readme_is_registered():
 def test_every_model_of_the_table_is_in_the_readme():
     section = (ROOT / "README.md").read_text().split("## Models")[1].split("##")[0]
     for row in models_table().splitlines()[2:]:
-        architecture, model, _ = row.strip("| ").split(" | ")
+        architecture, model = row.strip("| ").split(" | ")[:2]
         missing = [word for word in model.split(",")[0].split() if word not in section]
         assert not missing, f"the README's list of models lacks {architecture} ({model})"
 
@@ -42,3 +45,18 @@ def test_the_seconds_of_a_sound_are_said_as_they_are():
         adapter = DiffusionModelBase.registry.find(architecture, "flow_grpo")
         own = adapter.pipeline_defaults.get("audio_duration_s")
         assert own is None or f"{own:g} of" in str(said), architecture
+
+
+def test_the_matrix_is_what_its_script_writes_where_all_pass():
+    """The pairs themselves: tests/pipelines/test_matrix.py."""
+    text = (ROOT / "docs/models.md").read_text()
+    fresh = fill(text, "MATRIX", matrix_table(dict.fromkeys(all_cells(), MARKS["passed"])))
+    assert fresh == text, "run: python tests/pipelines/write_matrix.py docs/models.md"
+
+
+def test_the_table_of_parity_has_every_architecture_within_its_bounds():
+    """Its figures are those of one machine; the bounds are those of tests/pipelines/test_architectures.py."""
+    text = (ROOT / "docs/models.md").read_text().split("<!-- PARITY -->")[1].split("<!-- /PARITY -->")[0]
+    rows = re.findall(r"^\| `([^`]+)` \| (\S+) \| (\S+) \| (\S+) \|$", text, re.MULTILINE)
+    assert [row[0] for row in rows] == [row.name for row in TABLE], "run: python tests/pipelines/write_parity.py"
+    assert all(float(row[1]) < 1e-4 and float(row[2]) <= 5e-5 and float(row[3]) <= 1e-6 for row in rows)

@@ -3,12 +3,18 @@
 python tests/pipelines/write_matrix.py docs/models.md
 """
 
+import itertools
 import sys
 from pathlib import Path
 
 import pytest
 
-from verl_omni.report.document_tables import fill
+sys.path[:0] = [str(folder) for folder in list(Path(__file__).resolve().parents)[1:3]]  # as pytest does
+
+from test_architectures import TABLE  # noqa: E402
+from test_matrix import ALGORITHMS, FORWARD  # noqa: E402
+
+from verl_omni.report.document_tables import fill  # noqa: E402
 
 MARKS = {"passed": "✓", "failed": "fails", "skipped": "–"}
 
@@ -25,9 +31,15 @@ class Outcomes:
             self.cells[row, column] = MARKS[report.outcome]
 
 
+def all_cells() -> list[tuple[str, str]]:
+    """In the order of the tests' own tables, not in that in which pytest runs them."""
+    return list(itertools.product((row.name for row in TABLE), (*ALGORITHMS, *FORWARD)))
+
+
 def matrix_table(cells: dict[tuple[str, str], str]) -> str:
     """Architectures down, algorithms across."""
-    rows, columns = (list(dict.fromkeys(key[i] for key in cells)) for i in range(2))
+    assert set(cells) == set(all_cells()), "some pairs were not run"
+    rows, columns = (list(dict.fromkeys(key[i] for key in all_cells())) for i in range(2))
     lines = ["| | " + " | ".join(f"`{c}`" for c in columns) + " |", "|---" * (len(columns) + 1) + "|"]
     lines += [f"| `{row}` | " + " | ".join(cells[row, column] for column in columns) + " |" for row in rows]
     return "\n".join(lines)

@@ -11,21 +11,34 @@ from pathlib import Path
 
 import verl_omni
 
+MOST_LINES = 120  # of an adapter, without a word about them
+WHY_MORE = f"More than {MOST_LINES} lines: "
+
 
 def models_table() -> str:
-    """One row a built-in architecture, with the first words of its adapter's description."""
+    """One row a built-in architecture, with the first words of its adapter's description, and how long the file is."""
     from verl_omni.pipelines.builtin import BUILTIN
     from verl_omni.pipelines.model_base import DiffusionModelBase
 
-    rows = ["| pipeline class | model | adapter |", "|---|---|---|"]
+    rows = [f"| pipeline class | model | adapter | lines | why more than {MOST_LINES} |", "|---|---|---|---|---|"]
     for architecture, package in sorted(BUILTIN.items()):
         importlib.import_module(package)
         adapter = DiffusionModelBase.registry.find(architecture, "flow_grpo")
         module = inspect.getmodule(adapter)
         model = re.split(r"[:\n]", module.__doc__)[0].strip()
         path = module.__name__.replace(".", "/") + ".py"
-        rows.append(f"| `{architecture}` | {model} | `{path}` |")
+        lines, why = len(Path(module.__file__).read_text().splitlines()), _why_more(Path(module.__file__).parent)
+        if bool(why) != (lines > MOST_LINES):
+            raise ValueError(f"{path} has {lines} lines: its README.md says why where they are more than {MOST_LINES}")
+        rows.append(f"| `{architecture}` | {model} | `{path}` | {lines} | {why} |")
     return "\n".join(rows)
+
+
+def _why_more(folder: Path) -> str:
+    """What the README of an adapter's folder says of its length."""
+    paragraphs = (" ".join(one.split()) for one in (folder / "README.md").read_text().split("\n\n"))
+    said = [one.removeprefix(WHY_MORE).rstrip(".") for one in paragraphs if one.startswith(WHY_MORE)]
+    return said[0] if said else ""
 
 
 def room_lines() -> dict[str, int]:
