@@ -61,7 +61,7 @@ def best_and_worst(run_dir: Path) -> str:
         f"{''.join(_shot(sides[side], folders[step], step, scores) for side in ('best', 'worst'))}</div>"
         for sides in whole.values()
     ]
-    note = f"The best (left) and the worst image of one prompt, by the reward, in training step {step}."
+    note = f"The best (left) and the worst of one prompt, by the reward, in training step {step}."
     shown = f'<p class="note">{note}</p>{_pairs(tiles)}' if tiles else ""
     return section("What the reward prefers", shown)
 

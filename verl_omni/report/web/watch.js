@@ -236,7 +236,7 @@ function preferred() {
       preferred();
       at("trainstep").focus();
     }}), h("b", {}, `step ${step}`));
-    return [h("h2", {}, "What the reward prefers", tools), h("p", {class: "note"}, "The best (left) and the worst image of one prompt, in that training step."),
+    return [h("h2", {}, "What the reward prefers", tools), h("p", {class: "note"}, "The best (left) and the worst of one prompt, in that training step."),
       ...found.flatMap(([doc, rows]) => {
         const groups = new Map();
         for (const row of rows ?? []) {
