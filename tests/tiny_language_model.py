@@ -7,10 +7,15 @@ import tempfile
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from verl_omni.testing.tiny_text import language_model, qwen_tokenizer
 
 REWRITER = "actor_rollout_ref.rewriter"
+
+
+def tokenizer_of_texts() -> PreTrainedTokenizerBase:
+    return qwen_tokenizer(["user assistant system\n", "a red cat on a green mat, a small house in blue snow"])
 
 
 @functools.cache
@@ -18,7 +23,7 @@ def language_model_folder() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="tiny-language-model-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     torch.manual_seed(0)
-    tokenizer = qwen_tokenizer(["user assistant system\n", "a red cat on a green mat, a small house in blue snow"])
+    tokenizer = tokenizer_of_texts()
     model = language_model(tokenizer)
     model.generation_config.update(top_k=3, repetition_penalty=1.5, do_sample=True)  # nobody may listen to this
     model.save_pretrained(folder)

@@ -1,5 +1,6 @@
 """What a rewriter cannot do is refused in one line, before a worker starts."""
 
+import json
 import re
 
 import pytest
@@ -35,3 +36,16 @@ OLD = "actor_rollout_ref.actor.old_log_probs=recompute"
 )
 def test_refused(overrides, expected):
     assert re.search(expected, refused(*overrides))
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("llava", "is a llava, a model of images and text that is not supported: give .* or one of qwen2_vl, qwen"),
+        ("qwen2_5_omni", "of which the thinker writes text: give a folder of it alone, as `Qwen2_5OmniThinker"),
+        ("clip", "is a clip, which transformers has no AutoModelForCausalLM of: give a language model"),
+    ],
+)
+def test_models_that_write_no_text_here(tmp_path, kind, expected):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    assert re.search(expected, refused(f"{REWRITER}.path={tmp_path}"))

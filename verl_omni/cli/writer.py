@@ -10,7 +10,7 @@ import torch
 from verl_omni.agent_loop.rewriting import longest_that_fits, read_text
 from verl_omni.cli.trained import Weights
 from verl_omni.config import DiffusionModelConfig, RewriterConfig
-from verl_omni.pipelines.causal_lm import CAUSAL_LM, CausalLM, load_tokenizer, writer_of
+from verl_omni.pipelines.causal_lm import load_tokenizer, writer_of
 from verl_omni.utils.seeds import derive_seed
 from verl_omni.workers.rollout.text_rollout import TextRequest, TextRollout
 
@@ -18,7 +18,8 @@ from verl_omni.workers.rollout.text_rollout import TextRequest, TextRollout
 class Writer:
     def __init__(self, config: RewriterConfig, folder: Path, device: torch.device, dtype: torch.dtype):
         self.config = config
-        module = CausalLM.load_module(DiffusionModelConfig(path=str(folder), architecture=CAUSAL_LM), dtype)
+        architecture, adapter = writer_of(str(folder))
+        module = adapter.load_module(DiffusionModelConfig(path=str(folder), architecture=architecture), dtype)
         self.rollout = TextRollout(
             config, module.to(device), load_tokenizer(str(folder)), device, contextlib.nullcontext, max_num_seqs=1
         )

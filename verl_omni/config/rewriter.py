@@ -11,7 +11,8 @@ REWRITER = "actor_rollout_ref.rewriter.path"
 class RewriterConfig:
     path: str | None = knob(
         None,
-        "folder of a language model (transformers' AutoModelForCausalLM), or its name on the Hugging Face hub, that "
+        "folder of a language model (transformers' AutoModelForCausalLM, or Qwen-VL, asked in words), or its name on "
+        "the Hugging Face hub, that "
         "rewrites each prompt before it is drawn, or GLM-Image's vision_language_encoder, which writes tokens of the "
         "image; null: prompts are drawn as they are",
         needs="algorithm.trainer_type=policy_gradient",

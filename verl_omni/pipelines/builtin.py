@@ -32,6 +32,7 @@ BUILTIN: dict[str, str] = {
 # Of what is no diffusion model: what writes prompts or tokens for one, or stands alone.
 OTHERS = {
     "AutoModelForCausalLM": "verl_omni.pipelines.causal_lm",
+    "AutoModelForImageTextToText": "verl_omni.pipelines.image_text",
     "GlmImageForConditionalGeneration": "verl_omni.pipelines.glm_image.writer",
 }
 

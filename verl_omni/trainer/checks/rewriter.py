@@ -7,12 +7,15 @@ from verl_omni.config import RewriterConfig
 from verl_omni.config.knob import typed
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.pipelines.causal_lm import writer_of
+from verl_omni.pipelines.image_text import KINDS
 from verl_omni.utils.hub import model_folder
 from verl_omni.utils.json_files import read_object
 from verl_omni.utils.model_code import refuse_code
 from verl_omni.workers.rollout import engine_class
 
 WHERE = "actor_rollout_ref.rewriter"
+# A whole Qwen-Omni speaks too; transformers saves this part of it by itself.
+OMNI, THINKER = "qwen2_5_omni", "Qwen2_5OmniThinkerForConditionalGeneration"
 
 
 def check_rewriter(settings: DiffusionTrainerConfig) -> None:
@@ -68,14 +71,22 @@ def _check_image_tokens(settings: DiffusionTrainerConfig, drawn_by: str) -> None
 
 
 def _check_language_model(folder: Path, path: str) -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    """Of a kind whose texts have been compared with transformers' own, with a tokenizer."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
 
     setting, kind = f"{WHERE}.path", read_object(folder / "config.json").get("model_type")
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ValueError(
-            f'{setting}="{path}" is a {kind!s:.60}, which transformers has no AutoModelForCausalLM of: give a language '
-            "model"
-        )
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in KINDS:
+        known = f"a language model (AutoModelForCausalLM) or one of {', '.join(KINDS)}"
+        if kind == OMNI:
+            why = f"of which the thinker writes text: give a folder of it alone, as `{THINKER}.save_pretrained` writes"
+        elif kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+            why = f"a model of images and text that is not supported: give {known}"
+        else:
+            why = f"which transformers has no AutoModelForCausalLM of: give {known}"
+        raise ValueError(f'{setting}="{path}" is a {kind!s:.60}, {why}')
     if not (folder / "tokenizer_config.json").is_file():
         raise FileNotFoundError(f'{setting}="{path}" holds no tokenizer: `tokenizer.save_pretrained(folder)` writes it')
 

@@ -61,7 +61,7 @@ class Tokens(Replay):
             position_ids=micro_batch.get("text_positions", (real.long().cumsum(1) - 1).clamp_min(0)),
             logits_to_keep=length + 1,
             use_cache=False,
-        ).logits[:, :-1]
+        ).logits[:, -(length + 1) : -1]  # some models keep them all, whatever they are told
         log_probs = token_log_probs(logits, self.temperature, micro_batch.get("text_nucleus"))
         written = micro_batch["input_ids"][:, -length:]
         with torch.no_grad():
