@@ -1,5 +1,6 @@
 """`verl_omni.train`: how arguments become settings of the command, and how a run calls a function of this process."""
 
+import math
 import multiprocessing
 import os
 import subprocess
@@ -146,6 +147,86 @@ def test_what_cannot_work_is_refused_before_anything_starts(started, tmp_path):
 def test_the_commands_last_line_is_the_error(tmp_path):
     with pytest.raises(RunError, match="^trainer.sav_freq: there is no such|sav_freq"):
         verl_omni.train("m", "prompts.txt", "ocr", folder=tmp_path / "run", trainer={"sav_freq": 1})
+
+
+# What a run does with its folder, by the same parts: it notes its start, opens the metrics, and is saved at Ctrl-C.
+RUN = """
+import signal, sys, time
+from pathlib import Path
+from verl_omni.report.starts import note_start
+from verl_omni.report.tracking import JsonLines
+
+folder, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+folder.mkdir(exist_ok=True)
+
+def stop(*_):
+    (folder / "saved").write_text(str(step))
+    print("stopped by Ctrl-C", flush=True)
+    sys.exit(130)
+
+step = first
+signal.signal(signal.SIGINT, stop)
+print("checking", flush=True)
+note_start(folder, first, None)
+metrics = JsonLines(folder / "metrics.jsonl", first or None)
+print("drawing", flush=True)
+for step in range(first + 1, last + 1):
+    metrics.log({"made_by": first}, step)
+    print("step", step, flush=True)
+    time.sleep(float(sys.argv[4]))
+"""
+
+
+def child(folder, first: int, last: int, on_step, seconds: float = 0) -> None:
+    command = [sys.executable, "-c", RUN, str(folder), str(first), str(last), str(seconds)]
+    training._run(command, dict(os.environ), folder, on_step)
+
+
+def test_every_step_is_told_once_and_those_made_again_too(tmp_path, capfd):
+    """A run that goes on from step 2 makes steps 3 and 4 anew, of which there are lines of the run before."""
+    told = []
+
+    def on_step(metrics):
+        told.append((metrics["step"], metrics["made_by"]))
+
+    child(tmp_path / "run", 0, 4, on_step)
+    assert told == [(step, 0) for step in (1, 2, 3, 4)]
+    told.clear()
+    child(tmp_path / "run", 2, 6, on_step)
+    assert told == [(step, 2) for step in (3, 4, 5, 6)]
+    assert "step 6" in capfd.readouterr().out
+
+
+def test_a_function_that_raises_ends_the_run_and_is_heard(tmp_path):
+    def on_step(metrics):
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="^mine$"):
+        child(tmp_path / "run", 0, 1000, on_step, seconds=0.1)
+    assert (tmp_path / "run/saved").read_text() in [str(step) for step in range(1, 1000)]
+
+
+def test_a_function_that_says_false_ends_the_run(tmp_path):
+    child(tmp_path / "run", 0, 1000, lambda metrics: metrics["step"] < 3, seconds=0.1)
+    assert 3 <= int((tmp_path / "run/saved").read_text()) < 1000
+
+
+def test_steps_are_told_from_a_file_that_has_to_be_there(started, tmp_path):
+    with pytest.raises(ValueError, match="trainer.logger=.'console'. has no jsonl: add it"):
+        verl_omni.train("m", "p.txt", "ocr", folder=tmp_path, on_step=print, trainer={"logger": ["console"]})
+    assert not started
+
+
+@pytest.mark.parametrize("value", [
+    "a\\b", "\\d+\\.\\w", 'say \\"hi\\\\"', "ends\\", "\\\\", '"', "C:\\new, {x}: [1]", "",
+    math.inf, -math.inf, 1e-05, True, {"pattern": "\\d", "most": math.inf}, ["\\", 0.1],
+])  # fmt: skip
+def test_a_value_arrives_as_it_is(started, tmp_path, value):
+    name = "reward.custom_reward_function.reward_kwargs"
+    verl_omni.train("m", "p.txt", "ocr", folder=tmp_path, settings={name: value})
+    ((command, _),) = started
+    found = settings(command)[name]
+    assert found == value and type(found) is type(value)
 
 
 class Notes(verl_omni.Callback):

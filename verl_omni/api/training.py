@@ -5,6 +5,7 @@ import hashlib
 import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,8 +19,11 @@ from verl_omni.api.callbacks_at_home import AT_HOME, CALLBACKS, Told
 from verl_omni.api.home import Home
 from verl_omni.api.reward_at_home import REWARD
 from verl_omni.api.run import Run
+from verl_omni.report.following import Follower
+from verl_omni.report.starts import read_starts
 from verl_omni.utils.errors import RunError
 
+OnStep = Callable[[dict[str, float]], Any]
 Prompts = str | Path | Sequence[str | Mapping[str, Any]]
 OWN = "reward.custom_reward_function"
 IN_A_FILE = {REWARD: 'reward="mine.py"', CALLBACKS: 'trainer={"callbacks": ["mine.py:Watch"]}'}
@@ -36,7 +40,7 @@ def train(
     recipe: str | None = None,
     val_prompts: Prompts | None = None,
     folder: str | Path = "outputs/verl-omni/default",
-    on_step: Callable[[dict[str, float]], Any] | None = None,
+    on_step: OnStep | None = None,
     callbacks: Sequence["Callback"] = (),
     settings: Mapping[str, Any] | None = None,
     **more: Any,
@@ -46,9 +50,9 @@ def train(
     `model` is a folder or a name on the hub; `prompts` a list of texts or rows, or whatever `data.train_files` takes;
     `reward` a function (a lambda, a closure, one that is defined in a notebook), the path of a Python file with
     `compute_score`, or the name of a registered reward. A function is called in this process, one call at a time or, if
-    it takes `images`, many images at once. `on_step` is called with the metrics of every step; if it returns False the
-    run is saved and ends. `callbacks` are objects of subclasses of `verl_omni.Callback`: they are called in this
-    process too, and training waits for them. All other settings have the command's names:
+    it takes `images`, many images at once. `on_step` is called with the metrics of every step; if it returns False, or
+    raises, the run is saved and ends. `callbacks` are objects of subclasses of `verl_omni.Callback`: they are called in
+    this process too, and training waits for them. All other settings have the command's names:
     `settings={"trainer.save_freq": 10}`, or nested, `trainer={"save_freq": 10}`.
     """
     given = flat({**(settings or {}), **more})
@@ -60,6 +64,9 @@ def train(
         "data.val_files": _as_files(val_prompts, folder, "val_prompts"),
     }
     given |= {name: value for name, value in named.items() if value is not None}
+    logger = given.get("trainer.logger")
+    if on_step is not None and logger is not None and "jsonl" not in logger:
+        raise ValueError(f"on_step is told what is in metrics.jsonl, and trainer.logger={logger} has no jsonl: add it")
     functions: dict[str, Callable[..., Any]] = {}
     if callable(reward):
         functions[REWARD] = at_home(reward)
@@ -124,9 +131,12 @@ def typed(value: Any) -> str:
         return "{" + ",".join(f"{name}:{typed(one)}" for name, one in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ",".join(map(typed, value)) + "]"
-    if value is None or isinstance(value, bool | int | float):
+    if isinstance(value, float):
+        return float.__repr__(value)  # inf and nan are its words too
+    if value is None or isinstance(value, bool | int):
         return json.dumps(value)
-    quoted = str(value).replace("\\", "\\\\").replace('"', '\\"')
+    # Backslashes are themselves but before a quotation mark, where each needs another one.
+    quoted = re.sub(r'(\\*)("|\Z)', lambda found: found[1] * 2 + ('\\"' if found[2] else ""), str(value))
     return f'"{quoted}"'
 
 
@@ -193,29 +203,61 @@ def _as_files(prompts: Prompts | None, folder: Path, what: str) -> Any:
     return str(path)
 
 
-def _run(command: list[str], environment: dict[str, str], folder: Path, on_step: Callable | None) -> None:
+def _run(command: list[str], environment: dict[str, str], folder: Path, on_step: OnStep | None) -> None:
     """To its end; what it says appears here. Ctrl-C, or a notebook's stop button, has it saved first."""
-    seen = len(Run(folder).metrics) if on_step else 0
+    steps = NewSteps(folder) if on_step else None
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    last, interrupted = "", False
+    last, failed = "", None
     while True:
         try:
             line = process.stdout.readline()
-            if not line:
-                break
             last = line.strip() or last
             print(line, end="", flush=True)
-            if on_step is not None:
-                new = Run(folder).metrics[seen:]
-                seen += len(new)
-                if any(on_step(metrics) is False for metrics in new):
-                    process.send_signal(signal.SIGINT)
-                    on_step = None
-        except KeyboardInterrupt:
-            interrupted = True
-            process.send_signal(signal.SIGINT)
+            if steps is not None and _wants_to_stop(on_step, steps):
+                process.send_signal(signal.SIGINT)
+                steps = None
+            if not line:
+                break
+        except BaseException as error:
+            if failed is None or isinstance(error, KeyboardInterrupt):  # a second Ctrl-C is heard by the run as well
+                process.send_signal(signal.SIGINT)
+            failed, steps = failed or error, None
     code = process.wait()
-    if interrupted:
-        raise KeyboardInterrupt(last)
+    if isinstance(failed, KeyboardInterrupt):
+        raise KeyboardInterrupt(last) from failed
+    if failed is not None:
+        raise failed
     if code and code != 128 + signal.SIGINT:
         raise RunError(last.removeprefix("error: "))
+
+
+def _wants_to_stop(on_step: OnStep, steps: "NewSteps") -> bool:
+    return any([on_step(metrics) is False for metrics in steps.read()])
+
+
+class NewSteps:
+    """The metrics of steps that the run which is about to start will make, each given once.
+
+    A run that goes on cuts what is beyond its checkpoint out of the file, and makes those steps again.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.file = folder, Follower(folder / "metrics.jsonl")
+        self.before = (read_starts(folder), self._inode())
+        self.seen: int | None = None
+
+    def read(self) -> list[dict[str, float]]:
+        if self.seen is None:
+            starts, inode = read_starts(self.folder), self._inode()
+            if inode is None or starts == self.before[0] or inode == self.before[1]:
+                return []  # the run has not come so far
+            self.seen = starts[-1]["step"] or -1  # a validation before the first step is told as step 0
+        new = [entry for entry in self.file.entries() if entry["step"] > self.seen]
+        self.seen = max([self.seen, *(entry["step"] for entry in new)])
+        return [{"step": entry["step"], **entry["data"]} for entry in new]
+
+    def _inode(self) -> int | None:
+        try:
+            return self.file.path.stat().st_ino
+        except FileNotFoundError:
+            return None
