@@ -27,11 +27,10 @@ def main() -> None:
 
 
 def check(config: "DictConfig") -> None:
-    from verl_omni.cli.in_process import ARR, alone, load_libraries, mistakes_in_one_line, prepared, step
+    from verl_omni.cli.in_process import judge, load_libraries, mistakes_in_one_line, prepared, step
 
     load_libraries(config)
     from verl_omni.trainer.checks.preflight import check_start
-    from verl_omni.workers.rollout import engine_class
 
     with mistakes_in_one_line():
         with step("settings, data and rewards"):
@@ -42,21 +41,36 @@ def check(config: "DictConfig") -> None:
         if run.algorithm.sample_source == "offline":
             print("The cached pairs fit the model. Offline training draws no image and asks no reward.")
             return
-        rollout = run.actor_rollout_ref.rollout
-        one = {
-            "data.val_files": run.data.val_files or run.data.train_files,
-            "data.val_max_samples": 1,
-            "trainer.val_only": True,
-            "trainer.default_local_dir": str(FOLDER),
-            f"{ARR}rollout.name": rollout.name,
-            f"{ARR}rollout.engine_kwargs": rollout.engine_kwargs,
-            f"{ARR}rollout.compile_vae": False if "compile_vae" in engine_class(rollout.name).reads else None,
-            f"{ARR}rollout.val_kwargs": {"n": 1, "seed": rollout.val_kwargs.seed},
-        }
-        draw(prepared(alone(config, one)))
+        one = one_image(config, run)
+        with judge(one) as address:
+            draw(one, address)
 
 
-def draw(config: "DictConfig") -> None:
+def one_image(config: "DictConfig", run: "DictConfig") -> "DictConfig":
+    """The configuration of a validation of a single image by the run's engine; `run` is prepared, `config` as typed."""
+    from verl_omni.cli.in_process import ARR, alone
+    from verl_omni.workers.rollout import engine_class
+
+    rollout = run.actor_rollout_ref.rollout
+    if run.reward.pairwise.by == "pair":
+        raise ValueError(
+            "reward.pairwise.by=pair compares two images, and a check draws one; the reward has answered for grey "
+            "ones: go on with `verl-omni overfit --steps 1` and the same settings"
+        )
+    one = {
+        "data.val_files": run.data.val_files or run.data.train_files,
+        "data.val_max_samples": 1,
+        "trainer.val_only": True,
+        "trainer.default_local_dir": str(FOLDER),
+        f"{ARR}rollout.name": rollout.name,
+        f"{ARR}rollout.engine_kwargs": rollout.engine_kwargs,
+        f"{ARR}rollout.compile_vae": False if "compile_vae" in engine_class(rollout.name).reads else None,
+        f"{ARR}rollout.val_kwargs": {"n": 1, "seed": rollout.val_kwargs.seed},
+    }
+    return alone(config, one)
+
+
+def draw(config: "DictConfig", judge: str | None = None) -> None:
     from verl_omni.cli.in_process import step
     from verl_omni.report.galleries import file_of
     from verl_omni.testing.local_trainer import local_trainer
@@ -64,7 +78,7 @@ def draw(config: "DictConfig") -> None:
 
     quiet_loading()
     with step("the model and the rewards, loaded"):
-        trainer = local_trainer(config)
+        trainer = local_trainer(config, judge)
     with step("one image, drawn and scored"):
         trainer.validate()
     folder = FOLDER / "validation/step_0"

@@ -17,6 +17,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from verl_omni.cli.train import with_configuration
+from verl_omni.utils.options import Parser, at_least, finite
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -28,52 +29,67 @@ LAST = 3  # steps that are averaged at the end: one alone swings
 
 def main() -> None:
     usage = "verl-omni overfit [RECIPE] [key=value ...] [--steps N] [--target SCORE]"
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "verl-omni overfit", usage=usage, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=30, help="training steps (%(default)s)")
-    parser.add_argument("--target", type=float, help="what an image shall score, such as 1 for a reward from 0 to 1")
+    parser.add_argument("--steps", type=at_least(1), default=30, help="training steps (%(default)s)")
+    parser.add_argument("--target", type=finite, help="what an image shall score, such as 1 for a reward from 0 to 1")
     options, sys.argv[1:] = parser.parse_known_args()
-    with_configuration(lambda config: overfit(config, options.steps, options.target))
+    with_configuration(lambda config: overfit(config, options.steps, options.target), ("--steps", "--target"))
 
 
 def overfit(config: "DictConfig", steps: int, target: float | None) -> None:
-    from verl_omni.cli.in_process import ARR, alone, load_libraries, mistakes_in_one_line, prepared
+    from verl_omni.cli.in_process import judge, load_libraries, mistakes_in_one_line, prepared
 
     load_libraries(config)
-    from verl_omni.data.loading import load_datasets
     from verl_omni.testing.local_trainer import local_trainer
     from verl_omni.utils.run_files import read_metrics
     from verl_omni.workers.engine.module import quiet_loading
 
     with mistakes_in_one_line():
-        run = prepared(config.copy())
-        if run.algorithm.sample_source == "offline":
-            raise ValueError("algorithm.sample_source=offline: cached pairs have no reward that could be learned")
-        row = load_datasets(run)[0][0]
-        one = {
-            "data.train_files": str(write_row(row)),
-            "data.val_files": None,
-            "data.train_batch_size": 1,
-            f"{ARR}actor.ppo_mini_batch_size": 1,
-            "trainer.total_training_steps": steps,
-            "trainer.default_local_dir": str(FOLDER / "run"),
-            "trainer.logger": ["console", "jsonl"],
-            **dict.fromkeys(("trainer.save_freq", "trainer.test_freq", "trainer.save_minutes"), 0),
-        }
+        one, prompt = one_prompt(config, prepared(config.copy()), steps)
         quiet_loading()
         shutil.rmtree(FOLDER / "run", ignore_errors=True)
-        print(f'Training {steps} steps on "{row["prompt"]}"', flush=True)
-        local_trainer(prepared(alone(config, one))).fit()
+        with judge(one) as address:
+            print(f'Training {steps} steps on "{prompt}"', flush=True)
+            local_trainer(one, address).fit()
     metrics = [line["data"] for line in read_metrics(FOLDER / "run/metrics.jsonl") if MEAN in line["data"]]
     learned, why = verdict(metrics, target)
     print(why)
     sys.exit(0 if learned else 1)
 
 
+def one_prompt(config: "DictConfig", run: "DictConfig", steps: int) -> "tuple[DictConfig, str]":
+    """(the configuration of a run on its first prompt, that prompt); `run` is prepared, `config` as typed."""
+    from verl_omni.cli.in_process import ARR, alone
+    from verl_omni.data.loading import load_datasets
+
+    if run.algorithm.sample_source == "offline":
+        raise ValueError("algorithm.sample_source=offline: cached pairs have no reward that could be learned")
+    if run.data.train_files is None:
+        raise ValueError("data.train_files is not set: overfit trains on its first prompt; name a file of prompts")
+    training = run.copy()
+    training.trainer.val_only = False
+    row = load_datasets(training)[0][0]
+    one = {
+        "data.train_files": str(write_row(row)),
+        "data.val_files": None,
+        "data.train_batch_size": 1,
+        f"{ARR}actor.ppo_mini_batch_size": 1,
+        "trainer.total_training_steps": steps,
+        "trainer.val_only": False,
+        "trainer.default_local_dir": str(FOLDER / "run"),
+        "trainer.logger": ["console", "jsonl"],
+        **dict.fromkeys(("trainer.save_freq", "trainer.test_freq", "trainer.save_minutes"), 0),
+    }
+    return alone(config, one), row["prompt"]
+
+
 def write_row(row: Mapping[str, Any]) -> Path:
     """The one prompt as a data file."""
-    names = ("prompt", "negative_prompt", "data_source", "images", "extra_info", "agent_name")
+    from verl_omni.data.prompt_rows import SIZES
+
+    names = ("prompt", "negative_prompt", "data_source", "images", "extra_info", "agent_name", *SIZES)
     kept = {name: row[name] for name in names if row.get(name) is not None}
     if row["reward_model"].get("ground_truth") is not None:
         kept["reward_model"] = row["reward_model"]

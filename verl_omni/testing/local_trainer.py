@@ -50,19 +50,25 @@ def local_config(overrides: list[str]) -> DictConfig:
         return preflight(compose("diffusion_trainer", given))
 
 
-def local_trainer(config: DictConfig) -> BaseRayDiffusionTrainer:
-    """The trainer that the configuration asks for, with its worker in this process, ready to `fit`."""
+def local_trainer(config: DictConfig, judge: str | None = None) -> BaseRayDiffusionTrainer:
+    """The trainer that the configuration asks for, with its worker in this process, ready to `fit`.
+
+    `judge` is the address of the server that `reward.reward_model` asks for: who calls this has started it.
+    """
     choose_device(config.trainer.device)  # verl would take a GPU's platform wherever torch was built for one
     train, val = load_datasets(config)
     family = TRAINERS[config.algorithm.trainer_type]
     trainer_class = type(f"Local{family.__name__}", (_LocalWorkers, family), {})
     trainer = trainer_class(config, None, {}, None, train_dataset=train, val_dataset=val)
+    trainer.judge = judge
     trainer.init_workers()
     return trainer
 
 
 class _LocalWorkers:
     """For a trainer of online sampling: its worker, agent loop, rewards and rollout servers are called directly."""
+
+    judge: str | None
 
     def init_workers(self) -> None:
         config = self.run.config
@@ -81,7 +87,7 @@ class _LocalWorkers:
             servers = [_Handle(local(config)) for _ in range(count)]
             self.rollouts = ServerRollouts(servers, self.actor_wg, self.timeline)
             listen(config, self.rollouts)
-        rewards = [_Handle(RewardLoopWorker(config))]
+        rewards = [_Handle(RewardLoopWorker(config, self.judge))]
         agents = _Handle(agent_loop_worker(config)(config, servers, rewards))
         self.agent_loop_manager = _LocalAgentLoops(config, servers, rewards, [agents])
 
