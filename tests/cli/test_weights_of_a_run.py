@@ -54,6 +54,23 @@ def test_a_run_draws_what_its_validation_drew(tiny_run, tmp_path, monkeypatch):
     assert pixels(tmp_path / "drawn/grid.png").shape == (3 * 32, 3 * 32, 3)
 
 
+def test_a_prompt_is_drawn_in_the_size_that_its_row_asks_for(tiny_run, tmp_path, monkeypatch):
+    """As in training, and whatever else is drawn with it; what is typed comes first."""
+    rows = [{"prompt": "a cat"}, {"prompt": "a cat", "height": 64, "width": 48}, {"prompt": "a dog", "height": 48}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = ["--prompts", tmp_path / "rows.jsonl", "--seeds", 5]
+    assert run(sample, monkeypatch, tiny_run, *asked, "--out", tmp_path / "drawn") is None
+    shapes = [pixels(tmp_path / "drawn" / row["image"]).shape[:2] for row in lines(tmp_path / "drawn/samples.jsonl")]
+    assert shapes == [(32, 32), (64, 48), (48, 32)]
+    run(sample, monkeypatch, tiny_run, "--prompt", "a cat", "--seeds", 5, "--out", tmp_path / "alone")
+    assert np.array_equal(pixels(tmp_path / "drawn/0000_seed5.png"), pixels(tmp_path / "alone/0000_seed5.png"))
+    run(sample, monkeypatch, tiny_run, *asked, "--set", "height=32", "--out", tmp_path / "typed")
+    assert pixels(tmp_path / "typed/0001_seed5.png").shape[:2] == (32, 48)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a cat", "height": 31}\n')
+    said = run(sample, monkeypatch, tiny_run, *asked, "--out", tmp_path / "never")
+    assert said.startswith('error: the prompt "a cat"') and "height=31" in said and not (tmp_path / "never").exists()
+
+
 def test_checkpoints_and_the_model_itself_draw_other_images(tiny_run, tmp_path, monkeypatch):
     model = tiny_checkpoint()
     size = ["--set", "height=32", "--set", "width=32", "--set", "num_inference_steps=3"]

@@ -67,8 +67,12 @@ class Painter:
         seeds: Sequence[int],
         negatives: Sequence[str] | None = None,
         images: "Sequence[list[Image] | None] | None" = None,
+        sizes: Sequence[Mapping[str, int | float]] | None = None,
     ) -> list[Drawn]:
-        """One for each prompt and its seed. Pixels are uint8: (3, H, W), of a video (F, 3, H, W)."""
+        """One for each prompt and its seed. Pixels are uint8: (3, H, W), of a video (F, 3, H, W).
+
+        `sizes` are of prompts that ask for one of their own, such as {"height": 64}.
+        """
         size = self.config.pipeline
         shown = images or [None] * len(prompts)
         if any(shown) and not self.adapter.images_of_a_prompt(self.config)[1]:
@@ -83,8 +87,22 @@ class Painter:
             negative = (negatives[i] if negatives else "") or size.negative_prompt
             ids = self._reads(shown[i])(text)
             away = self.adapter.tokenize_negative(self.tokenizers, negative, size.max_sequence_length, shown[i])
-            requests.append(Request(ids, away, shown[i], {"seed": seed}))
-        return [Drawn(sample.response, one) for sample, one in zip(self.drawer.draw(requests), told, strict=True)]
+            requests.append(Request(ids, away, shown[i], {"seed": seed, **(sizes[i] if sizes else {})}))
+        alike: dict[tuple, list[int]] = {}
+        for i, request in enumerate(requests):
+            alike.setdefault(request.kind, []).append(i)
+        drawn: dict[int, Response] = {}
+        for places in alike.values():
+            samples = self.drawer.draw([requests[i] for i in places])
+            drawn |= {i: sample.response for i, sample in zip(places, samples, strict=True)}
+        return [Drawn(drawn[i], one) for i, one in enumerate(told)]
+
+    def check_size(self, prompt: str, size: Mapping[str, int | float]) -> None:
+        """The model can draw what this prompt asks for."""
+        from verl_omni.trainer.checks.preflight import check_row_size
+
+        if size:
+            check_row_size(f'the prompt "{prompt[:60]}"', replace(self.config.pipeline, **size), self.config)
 
     def _reads(self, images: "list[Image] | None") -> Callable[[str], list[int]]:
         limit = self.config.pipeline.max_sequence_length

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_omni.cli.draw_options import Prompt, add_options, read_prompts, read_settings
+from verl_omni.utils.options import Parser
 
 if TYPE_CHECKING:
     from verl_omni.cli.painter import Painter
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "verl-omni sample", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("weights", metavar="RUN|CHECKPOINT|MODEL", help="a folder; of a run, its last checkpoint")
@@ -72,6 +73,8 @@ def draw_all(
 
     wanted = [(i, prompt, seed) for i, prompt in enumerate(prompts) for seed in seeds]
     rows, kept, bar = [], [], tqdm(total=len(wanted), desc=f"drawing with {who}", unit=painter.kind.name.split()[0])
+    for prompt in prompts:
+        painter.check_size(prompt.text, prompt.size)
     out.mkdir(parents=True, exist_ok=True)
     with bar, (out / "samples.jsonl").open("w", encoding="utf-8") as file:
         for part in _parts(wanted, at_once):
@@ -80,6 +83,7 @@ def draw_all(
                 [seed for *_, seed in part],
                 [prompt.negative for _, prompt, _ in part],
                 [open_images(prompt.images) for _, prompt, _ in part],
+                [prompt.size for _, prompt, _ in part],
             )
             for (i, prompt, seed), one in zip(part, drawn, strict=True):
                 told = {"prompt": prompt.text, "ground_truth": prompt.ground_truth, "extra_info": prompt.extra_info}
