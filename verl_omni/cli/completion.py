@@ -11,6 +11,8 @@ import io
 import re
 import sys
 
+from verl_omni.utils.options import Parser
+
 BASH = """\
 _verl_omni() {
     local line=${COMP_LINE:0:COMP_POINT} words
@@ -103,7 +105,7 @@ def main() -> None:
     if sys.argv[1:2] == ["words"]:  # the shell asks: what was typed so far may look like options of ours
         print("\n".join(candidates(sys.argv[2:])))
         return
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "verl-omni completion", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("shell", choices=SHELLS, help="the shell that is to be told")

@@ -1,6 +1,5 @@
 """Look at this machine: what a run would find here, what is missing, and what to type then."""
 
-import argparse
 import os
 import platform
 import shutil
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from verl_omni.cli.tables import aligned
+from verl_omni.utils.options import Parser
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -38,7 +38,7 @@ class Finding(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser("verl-omni doctor", description=__doc__)
+    parser = Parser("verl-omni doctor", description=__doc__)
     parser.parse_args()
     findings = [*software(), *accelerators(), *machine(), *settings()]
     print(aligned([(f.mark, f.what, f.found + (f"  ->  {f.remedy}" if f.remedy else "")) for f in findings]))

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING
 from verl_omni.cli.draw_options import add_options, read_prompts, read_settings
 from verl_omni.cli.scorer_options import add_scorers, read_rewards
 from verl_omni.cli.tables import aligned
+from verl_omni.utils.options import Parser
 
 if TYPE_CHECKING:
     from verl_omni.rewards.by_hand import Sample
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "verl-omni eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("weights", metavar="RUN|CHECKPOINT|MODEL", nargs="+", help="one folder, or two to compare")

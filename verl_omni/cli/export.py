@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_omni.cli.trained import LORA_FILE, Weights, find_weights
+from verl_omni.utils.options import Parser
 from verl_omni.utils.suggest import unknown
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "verl-omni export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("weights", metavar="RUN|CHECKPOINT", help="a folder; of a run, its last checkpoint")

@@ -16,23 +16,27 @@ import sys
 from typing import TYPE_CHECKING
 
 from verl_omni.perf import plan
+from verl_omni.utils.options import Parser, above_zero, at_least
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
+OWN = ("--gpus", "--memory", "--gpu", "--devices")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "verl-omni plan",
         usage="verl-omni plan [RECIPE] [key=value ...] [--gpus N] [--memory GIB] [--gpu NAME]\n"
         "       verl-omni plan RUN_FOLDER [--devices N]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--gpus", type=int, help="how many there are, rollout servers' too; by default the run's")
-    parser.add_argument("--memory", type=float, help="GiB of each; by default what such a GPU has")
+    parser.add_argument("--gpus", type=at_least(1), help="in all, rollout servers' too; by default the run's")
+    parser.add_argument("--memory", type=above_zero, help="GiB of each; by default what such a GPU has")
     parser.add_argument("--gpu", default="h200", help="which: h200, h100, h800, a100, a800, l40s, b200 (%(default)s)")
-    parser.add_argument("--devices", type=int, help="with a run folder: how many to share out; by default the run's")
+    parser.add_argument("--devices", type=at_least(1), help="with a run folder: to share out; by default the run's")
     options, given = parser.parse_known_args()
     if is_run(given):
         of_run(given[0], options.devices)
@@ -42,7 +46,7 @@ def main() -> None:
     sys.argv[1:] = given
     from verl_omni.cli.train import with_configuration
 
-    with_configuration(lambda config: of_settings(config, options.gpus, options.memory, options.gpu))
+    with_configuration(lambda config: of_settings(config, options.gpus, options.memory, options.gpu), OWN)
 
 
 def is_run(given: list[str]) -> bool:

@@ -11,6 +11,8 @@ import json
 import sys
 from pathlib import Path
 
+from verl_omni.utils.options import Parser
+
 
 def read_rows(path: Path, split: str, negative_prompt: str) -> list[dict]:
     """The rows of a file, each of them checked by what will judge it."""
@@ -47,7 +49,7 @@ def read_rows(path: Path, split: str, negative_prompt: str) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", type=Path, required=True, help="metadata of the training prompts")
     parser.add_argument("--test", type=Path, required=True, help="metadata of the prompts to validate on")
     parser.add_argument("--output", type=Path, required=True, help="folder for train.parquet and test.parquet")

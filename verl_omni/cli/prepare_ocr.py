@@ -13,6 +13,8 @@ import re
 import sys
 from pathlib import Path
 
+from verl_omni.utils.options import Parser, at_least
+
 # The outermost pair wins: "He said “hi”" gives He said “hi”. Single quotes are apostrophes more often than quotes.
 QUOTED = re.compile(r'"([^"]*)"|“([^”]*)”|„([^“”]*)[“”]')
 
@@ -90,10 +92,10 @@ def load_splits(source: Path, holdout: int, skip_bad: bool) -> dict[str, list[tu
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", type=Path, required=True, help="a .txt file, or a folder with train.txt, test.txt")
     parser.add_argument("--output", type=Path, required=True, help="folder to write the parquet files to")
-    parser.add_argument("--holdout", type=int, default=0, help="single file: so many prompts go to test.parquet (0)")
+    parser.add_argument("--holdout", type=at_least(0), default=0, help="single file: so many go to test.parquet (0)")
     parser.add_argument("--negative-prompt", default=" ", help='negative prompt of every row (" ", as Qwen-Image uses)')
     parser.add_argument("--skip-bad", action="store_true", help="leave out lines without quoted text, and say so")
     args = parser.parse_args(argv)

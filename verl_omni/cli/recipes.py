@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import verl_omni
+from verl_omni.utils.options import Parser
 from verl_omni.utils.suggest import unknown
 
 FOLDER = Path(verl_omni.__file__).parent / "recipes"
@@ -55,7 +56,7 @@ def start_with(path: Path, command: str = "train") -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "verl-omni recipes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     actions = parser.add_subparsers(dest="action", metavar="list|show")

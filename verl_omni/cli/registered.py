@@ -1,12 +1,13 @@
 """What the three subcommands share that list what is registered: models, algorithms, rewards."""
 
-import argparse
 import sys
+
+from verl_omni.utils.options import Parser
 
 
 def parse(name: str, about: str) -> None:
     """The one option that they have: a module that registers things of the user's own."""
-    parser = argparse.ArgumentParser(f"verl-omni {name}", description=about)
+    parser = Parser(f"verl-omni {name}", description=about)
     parser.add_argument("--external-lib", metavar="MODULE", help="your modules, or files x.py, that register more")
     options = parser.parse_args()
     from verl_omni.utils.external_lib import import_external_lib

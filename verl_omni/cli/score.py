@@ -18,6 +18,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from verl_omni.cli.scorer_options import add_scorers, read_rewards
+from verl_omni.utils.options import Parser, at_least
 
 if TYPE_CHECKING:
     from verl_omni.rewards.by_hand import Sample
@@ -34,7 +35,7 @@ def main() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "verl-omni score", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("images", nargs="*", help="files, or folders of them: images, videos, sounds (wav)")
@@ -45,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", help="text file with a line for each image")
     parser.add_argument("--ground-truth", help="one ground truth for all images")
     parser.add_argument("--ground-truths", help="text file with a line for each image")
-    parser.add_argument("--batch-size", type=int, default=8, help="images in one call (%(default)s)")
+    parser.add_argument("--batch-size", type=at_least(1), default=8, help="images in one call (%(default)s)")
     parser.add_argument("--out", default="scores.html", help="the page (%(default)s)")
     parser.add_argument("--json", help="write a line for each image to this file")
     parser.add_argument("--pairs", help="write preference pairs by the first scorer to this JSONL file")

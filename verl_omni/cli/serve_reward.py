@@ -16,6 +16,7 @@ from verl_omni.rewards.registry import looks_at
 from verl_omni.rewards.serving.contract import Limits
 from verl_omni.utils.external_lib import import_external_lib
 from verl_omni.utils.listening import Connections, is_loopback
+from verl_omni.utils.options import Parser, at_least
 from verl_omni.utils.suggest import unknown
 
 
@@ -31,49 +32,43 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "verl-omni serve-reward", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     limits, connections = Limits(), Connections()
     add = parser.add_argument
     add("scorers", nargs="+", metavar="scorer", help="registered rewards, such as ocr")
     add("--host", default="127.0.0.1", help="where to listen (%(default)s); beyond this machine only with a token")
-    add("--port", type=int, default=8123, help="0 takes a free one (%(default)s)")
+    add("--port", type=at_least(0, 65535), default=8123, help="0 takes a free one (%(default)s)")
     add("--token-env", metavar="NAME", help="the environment variable with the token that clients must send")
     add("--set", action="append", default=[], metavar="SCORER.KEY=VALUE", help="a setting, as in reward.scorers")
     add("--external-lib", metavar="MODULE", help="your modules, or files x.py, that register rewards; comma between")
-    add("--max-batch", type=at_least_one, default=16, help="samples for one call of a scorer (%(default)s)")
-    add("--queue-size", type=at_least_one, default=256, help="samples of a scorer that may wait (%(default)s)")
-    add("--max-request-bytes", type=at_least_one, default=limits.request_bytes, help="(%(default)s)")
-    add("--max-image-bytes", type=at_least_one, default=limits.image_bytes, help="of one file (%(default)s)")
-    add("--max-pixels", type=at_least_one, default=limits.pixels, help="of all images of a request (%(default)s)")
+    add("--max-batch", type=at_least(1), default=16, help="samples for one call of a scorer (%(default)s)")
+    add("--queue-size", type=at_least(1), default=256, help="samples of a scorer that may wait (%(default)s)")
+    add("--max-request-bytes", type=at_least(1), default=limits.request_bytes, help="(%(default)s)")
+    add("--max-image-bytes", type=at_least(1), default=limits.image_bytes, help="of one file (%(default)s)")
+    add("--max-pixels", type=at_least(1), default=limits.pixels, help="of all images of a request (%(default)s)")
     add(
         "--max-waiting-bytes",
-        type=at_least_one,
+        type=at_least(1),
         default=limits.waiting_bytes,
         help="of all requests that are here, as they came (%(default)s)",
     )
     add(
         "--max-decoded-bytes",
-        type=at_least_one,
+        type=at_least(1),
         default=limits.decoded_bytes,
         help="of the images that are scored at a time (%(default)s)",
     )
-    add("--max-connections", type=at_least_one, default=connections.most, help="in all (%(default)s)")
+    add("--max-connections", type=at_least(1), default=connections.most, help="in all (%(default)s)")
     add(
         "--max-connections-per-address",
-        type=at_least_one,
+        type=at_least(1),
         default=connections.most_each,
         help="from one machine (%(default)s)",
     )
-    add("--grace", type=at_least_one, default=60, help="seconds to finish in after SIGTERM (%(default)s)")
+    add("--grace", type=at_least(1), default=60, help="seconds to finish in after SIGTERM (%(default)s)")
     return parser.parse_args()
-
-
-def at_least_one(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected 1 or more")
-    return int(text)
 
 
 def serve(options: argparse.Namespace) -> bool:

@@ -1,16 +1,17 @@
 """Write a miniature of a model, with random weights, in diffusers' layout: to try settings on, in seconds on a CPU."""
 
-import argparse
 import sys
 from pathlib import Path
 
+from verl_omni.utils.options import Parser, at_least
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser("verl-omni tiny", description=__doc__)
+    parser = Parser("verl-omni tiny", description=__doc__)
     which = "a pipeline class (`verl-omni models`), a model's folder, or its name on the hub"
     parser.add_argument("model", metavar="MODEL", help=which)
     parser.add_argument("folder", metavar="FOLDER", help="where to write it")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights (%(default)s)")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="of the weights (%(default)s)")
     options = parser.parse_args()
     folder = Path(options.folder).expanduser()
     if folder.is_dir() and any(folder.iterdir()):

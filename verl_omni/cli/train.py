@@ -22,7 +22,7 @@ TAKE_A_VALUE = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", 
 _forks = False  # workers may be forks of this process: nobody has imported anything else into it
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from omegaconf import DictConfig
 
@@ -55,8 +55,9 @@ def main() -> None:
     with_configuration(_run)
 
 
-def with_configuration(task: "Callable[[DictConfig], None]") -> None:
-    """Call it with the configuration that the command's arguments make."""
+def with_configuration(task: "Callable[[DictConfig], None]", own: "Iterable[str]" = ()) -> None:
+    """Call it with the configuration that the command's arguments make; `own` are options that it has read itself."""
+    check_options(sys.argv[1:], own)
     sys.argv[1:] = as_hydra_reads_them(sys.argv[1:])
     import hydra
 
@@ -154,6 +155,20 @@ def as_hydra_reads_them(arguments: list[str]) -> list[str]:
         sys.exit(f"error: {error}")
     check_override_names(arguments)
     return [with_plus(argument) for argument in settings_last(arguments)]
+
+
+def check_options(arguments: list[str], own: "Iterable[str]" = ()) -> None:
+    """Hydra's own message for an option that does not exist names no neighbour."""
+    from hydra._internal.utils import get_args_parser
+
+    from verl_omni.utils.options import no_option
+
+    known = {*get_args_parser()._option_string_actions, "--version", "-V"}
+    for before, word in zip(["", *arguments], arguments, strict=False):
+        name = word.partition("=")[0]
+        if word.startswith("-") and name not in known and before not in TAKE_A_VALUE:
+            among = [one for one in (*known, *own) if one.startswith("--")]
+            sys.exit(f"error: {no_option(name, among)}; a setting is key=value, and --help says what there is")
 
 
 def with_recipe(arguments: list[str]) -> list[str]:

@@ -11,15 +11,17 @@ import socket
 import sys
 from pathlib import Path
 
+from verl_omni.utils.options import Parser, at_least
+
 PORT = 6060
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "verl-omni watch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", metavar="RUN|FOLDER", help="a run's folder, or one with runs below it")
-    parser.add_argument("--port", type=int, help=f"default: {PORT}, or a free one where that is taken")
+    parser.add_argument("--port", type=at_least(0, 65535), help=f"default: {PORT}, or a free one where that is taken")
     parser.add_argument(
         "--host", default="localhost", help="default: %(default)s; 0.0.0.0 lets in other machines that know the token"
     )

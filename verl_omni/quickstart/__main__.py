@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import TypeAlias
 
+from verl_omni.utils.options import Parser
+
 Start: TypeAlias = tuple[dict[str, Path], tuple[Path, Path]]
 
 RECIPE = Path(__file__).parent
@@ -36,7 +38,7 @@ TASKS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "verl-omni quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("outputs/quickstart"), help="folder for all that is written")

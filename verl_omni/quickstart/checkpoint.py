@@ -11,7 +11,6 @@ weights, which are enough to tell ten digits apart. The transformer stops early 
 draws can be read, and the rest is left for reinforcement learning.
 """
 
-import argparse
 import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from verl_omni.quickstart import task
 from verl_omni.quickstart.made import made_whole, write_recipe
 from verl_omni.testing.tiny_random import QWEN_IMAGE_PREFIX
 from verl_omni.testing.tiny_text import qwen_text_encoder, qwen_tokenizer
+from verl_omni.utils.options import Parser, at_least
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
@@ -208,15 +208,13 @@ def take_step(module: torch.nn.Module, optimizer: Any, schedule: Any, loss: torc
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train the quickstart's checkpoint from scratch.")
+    parser = Parser(description="Train the quickstart's checkpoint from scratch.")
     parser.add_argument("--out", required=True, help="folder to write, for QwenImagePipeline.from_pretrained")
     parser.add_argument(
-        "--steps", type=int, default=Recipe.transformer_steps, help="training steps of the transformer (%(default)s)"
+        "--steps", type=at_least(1), default=Recipe.transformer_steps, help="of the transformer (%(default)s)"
     )
     parser.add_argument("--score", action="store_true", help="then draw the held-out numbers and read them")
     args = parser.parse_args()
-    if args.steps < 1:
-        parser.error("--steps must be 1 or more")
     try:
         out = build_checkpoint(args.out, dataclasses.replace(Recipe(), transformer_steps=args.steps))
     except FileExistsError as error:

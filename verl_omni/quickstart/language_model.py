@@ -7,7 +7,6 @@ times of ten it writes a number as digits, of which some are wrong: to find out 
 reinforcement learning.
 """
 
-import argparse
 import dataclasses
 import random
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from verl_omni.quickstart import task
 from verl_omni.quickstart.made import made_whole, write_recipe
 from verl_omni.testing.tiny_text import language_model, qwen_tokenizer
+from verl_omni.utils.options import Parser, at_least
 
 # ChatML, without a system message of its own.
 TEMPLATE = (
@@ -100,9 +100,9 @@ def _train(model: torch.nn.Module, tokenizer, numbers: list[str], recipe: Recipe
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train the language model of think-then-draw from scratch.")
+    parser = Parser(description="Train the language model of think-then-draw from scratch.")
     parser.add_argument("--out", required=True, help="folder to write, for AutoModelForCausalLM.from_pretrained")
-    parser.add_argument("--steps", type=int, default=Recipe.steps, help="training steps (%(default)s)")
+    parser.add_argument("--steps", type=at_least(1), default=Recipe.steps, help="training steps (%(default)s)")
     args = parser.parse_args()
     if args.steps < 1:
         parser.error("--steps must be 1 or more")

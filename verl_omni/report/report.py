@@ -6,7 +6,6 @@ Reads what the trainer writes into its run folder: ``metrics.jsonl``, ``config.y
 ``timeline.jsonl`` and ``validation/step_<N>/`` with images and ``samples.jsonl``. Every run ends with it.
 """
 
-import argparse
 from html import escape
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from verl_omni.report.charts import as_figures, as_script
 from verl_omni.report.galleries import before_and_after, best_and_worst, section
 from verl_omni.report.run import Run
 from verl_omni.report.summary import about, facts, title_of
+from verl_omni.utils.options import Parser
 from verl_omni.utils.readable import readable
 
 
@@ -112,7 +112,7 @@ def _config(run: Run) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write report.html about a training run.")
+    parser = Parser(description="Write report.html about a training run.")
     parser.add_argument("run_dir", metavar="RUN_DIR", help="folder with metrics.jsonl, config.yaml and validation/")
     parser.add_argument("--out", help="default: report.html in the run folder")
     parser.add_argument("--title", help="default: the config's `recipe`")

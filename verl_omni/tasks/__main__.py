@@ -12,26 +12,25 @@ import json
 import sys
 from pathlib import Path
 
+from verl_omni.utils.options import Parser, above_zero, at_least, finite
+
 TASKS = ("scenes", "words", "signs")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m verl_omni.tasks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=["make"])
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("folder", type=Path, help="folder to write: model/, train.jsonl, val.jsonl")
     ends = "training ends after so long, once the VAE is trained (%(default)s)"
-    parser.add_argument("--seconds", type=float, default=300, help=ends)
-    parser.add_argument("--target", type=float, default=0.6, help="or when so much is drawn right (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of data and weights (%(default)s)")
+    parser.add_argument("--seconds", type=above_zero, default=300, help=ends)
+    parser.add_argument("--target", type=finite, default=0.6, help="or when so much is drawn right (%(default)s)")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="of data and weights (%(default)s)")
     parser.add_argument("--begun", type=Path, help="a model made before, to train on; its VAE stays as it is")
     parser.add_argument("--small", action="store_true", help="a generator that a CPU trains in seconds")
     options = parser.parse_args()
-    if not options.seconds > 0:
-        parser.error(f"--seconds {options.seconds:g}: expected a time above 0, such as 300")
-
     from verl_omni.tasks import find_task
     from verl_omni.tasks.generator import SMALL, Size, make_generator
 

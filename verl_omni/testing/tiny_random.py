@@ -10,7 +10,6 @@ variant of a class has a name after a hyphen, as in WanPipeline-2.2. Ours are in
 `tiny_sounds.py`.
 """
 
-import argparse
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ import torch
 from verl_omni.testing import tiny_images, tiny_sounds, tiny_videos  # noqa: F401  (registers their builders)
 from verl_omni.testing.tiny_builders import BUILDERS, image_vae, register_builder, strengthen
 from verl_omni.testing.tiny_images import QWEN_EDIT_PREFIX, QWEN_IMAGE_PREFIX
+from verl_omni.utils.options import Parser, at_least
 from verl_omni.utils.suggest import unknown
 
 __all__ = [
@@ -38,10 +38,10 @@ def build_tiny_random(pipeline_class: str, out: str | Path, seed: int = 0) -> Pa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write a tiny checkpoint with random weights in diffusers' format.")
+    parser = Parser(description="Write a tiny checkpoint with random weights in diffusers' format.")
     parser.add_argument("pipeline_class", metavar="PIPELINE", help=f"one of: {', '.join(sorted(BUILDERS))}")
     parser.add_argument("out", metavar="OUT", help="folder to write")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=at_least(0), default=0)
     args = parser.parse_args()
     try:
         print(build_tiny_random(args.pipeline_class, args.out, args.seed))

@@ -9,7 +9,6 @@ and transformer are trained from scratch on notes that are drawn by lot and play
 random weights. Which four notes are wanted is left for reinforcement learning.
 """
 
-import argparse
 import dataclasses
 from pathlib import Path
 from statistics import fmean
@@ -24,6 +23,7 @@ from verl_omni.quickstart.checkpoint import take_step
 from verl_omni.quickstart.made import made_whole, write_recipe
 from verl_omni.quickstart.melody import task
 from verl_omni.testing.tiny_text import t5_encoder, t5_tokenizer
+from verl_omni.utils.options import Parser, at_least
 
 if TYPE_CHECKING:
     from diffusers import LongCatAudioDiTPipeline
@@ -174,10 +174,10 @@ def _train_transformer(pipeline: "LongCatAudioDiTPipeline", clean: torch.Tensor,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train the generator of melodies from scratch.")
+    parser = Parser(description="Train the generator of melodies from scratch.")
     parser.add_argument("--out", required=True, help="folder to write, for LongCatAudioDiTPipeline.from_pretrained")
     parser.add_argument(
-        "--steps", type=int, default=Recipe.transformer_steps, help="training steps of the transformer (%(default)s)"
+        "--steps", type=at_least(1), default=Recipe.transformer_steps, help="of the transformer (%(default)s)"
     )
     args = parser.parse_args()
     if args.steps < 1:
