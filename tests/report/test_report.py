@@ -236,6 +236,25 @@ def test_of_several_sources_each_is_compared_on_its_own_prompts(run_dir):
     assert of_a.label == "validation reward (a), not of the same prompts as some scores failed"
 
 
+def test_other_numbers_of_a_reward_are_compared_on_the_same_prompts_too(run_dir):
+    """The length of the third prompt, 90, counts at first only; what nobody kept a prompt's own number of says so."""
+    names = [f"val-aux/ocr/{name}/mean@1" for name in ("length", "mean_of_tags")]
+    first, last = dict.fromkeys(names, 24.0), dict.fromkeys(names, 4.0) | {"val-aux/ocr/failed": 1.0}
+    lines = [{"step": 0, "data": first | {"val-core/ocr/reward/mean@1": 0.5}}, {"step": 3, "data": last}]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for step, lengths in ((0, (1, 2, 90, 3)), (3, (3, 4, None, 5))):
+        edit(
+            run_dir / f"validation/step_{step}/samples.jsonl",
+            lambda row, lengths=lengths: row
+            | {"score": None if lengths[row["index"]] is None else 0.5}
+            | {"reward_extra_info": {} if lengths[row["index"]] is None else {"length": lengths[row["index"]]}},
+        )
+    changes = {change.label.split(",")[0]: change for change in Run(run_dir).changes()}
+    length = changes["validation length (ocr)"]
+    assert (length.label, length.before, length.after) == ("validation length (ocr), 3 prompts scored both times", 2, 4)
+    assert "not of the same prompts as some scores failed" in changes["validation mean_of_tags (ocr)"].label
+
+
 def test_the_users_commit_is_noted(tmp_path):
     git(tmp_path, "--version")
     assert commit(tmp_path) is None

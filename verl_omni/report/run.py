@@ -73,27 +73,36 @@ class Run:
             if curve := self.curve(name):
                 (first, before), (last, after) = curve[0], curve[-1]
                 change = Change(label, before, after, (first, last))
-                found.append(self._same_prompts(change, name.split("/")[1]) if name.startswith("val-core/") else change)
+                found.append(self._same_prompts(change, name) if name.startswith("val-") else change)
         return found
 
-    def _same_prompts(self, change: Change, source: str) -> Change:
+    def _same_prompts(self, change: Change, name: str) -> Change:
         """Where scores failed, the means are of different prompts: then over those that have a score both times."""
+        kind, source, *what = name.split("/")
+        told = "/".join(what[:-1]) if kind == "val-aux" else None
         failed = {step for step, count in self.curve(f"val-aux/{source}/failed") if count}
         if not failed & set(change.steps):
             return change
         folders = dict(self.validations())
-        scores = [self._scores(folders.get(step), source) for step in change.steps]
+        scores = [self._scores(folders.get(step), source, told) for step in change.steps]
         both = [i for i, score in scores[0].items() if score is not None and scores[1].get(i) is not None]
         if not both:
             return replace(change, label=f"{change.label}, not of the same prompts as some scores failed")
         before, after = (sum(one[i] for i in both) / len(both) for one in scores)
         return Change(f"{change.label}, {len(both)} prompts scored both times", before, after, change.steps)
 
-    def _scores(self, folder: Path | None, source: str) -> dict[int, float | None]:
-        """Of the prompts of a source whose images were kept. A run of an earlier version does not say of which."""
+    def _scores(self, folder: Path | None, source: str, told: str | None) -> dict[int, float | None]:
+        """Of the prompts of a source whose images were kept; `told`: another number that the reward told beside it.
+
+        A run of an earlier version does not say of which source a prompt is.
+        """
         rows = read_samples(folder) if folder else []
         unsaid = source if len(self.names("val-core/")) == 1 else None
-        return {row["index"]: row["score"] for row in rows if row.get("data_source", unsaid) == source}
+        rows = [row for row in rows if row.get("data_source", unsaid) == source]
+        if told is None:
+            return {row["index"]: row["score"] for row in rows}
+        scored = {row["index"]: row.get("reward_extra_info") or {} for row in rows if row["score"] is not None}
+        return {index: extra.get(told) for index, extra in scored.items()}
 
     def validations(self) -> list[tuple[int, Path]]:
         """(step, folder) of the validations whose images are kept, in the order of steps."""
