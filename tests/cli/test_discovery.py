@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -120,6 +121,36 @@ def test_the_doctor_only_notes_a_transformers_above_verls_bound(version, fit, mo
     page = capsys.readouterr().out
     assert ended.value.code == (0 if fit else 1)
     assert ("above what verl asks for" in page) == fit and ("!!  transformers" in page) != fit
+
+
+def test_the_doctor_names_every_engine_and_tracker_that_can_be_added(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "installed", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["verl-omni doctor"])
+    with pytest.raises(SystemExit):
+        doctor.main()
+    page = capsys.readouterr().out
+    for name in ("vllm-omni", "veomni", "tensorboard", "wandb", "mlflow", "trackio", "rapidocr", "av"):
+        assert f"-   {name} " in page and f"->  {doctor.OPTIONAL[name][1]}" in page
+
+
+def test_pages_are_named_where_there_are_some(monkeypatch, capsys, tmp_path):
+    assert str(Path(doctor.__file__).parents[2] / "docs/rewards.md") in said(monkeypatch, capsys, "rewards")
+    monkeypatch.setattr("verl_omni.__file__", f"{tmp_path}/site-packages/verl_omni/__init__.py")
+    assert "docs/algorithms.md in the sources of verl-omni" in said(monkeypatch, capsys, "algorithms")
+
+
+def test_of_every_model_that_is_listed_there_is_a_miniature(monkeypatch, capsys, tmp_path):
+    from verl_omni.testing.tiny_random import BUILDERS
+
+    listed = {row[0]: row[1] for row in models.rows()}
+    assert listed.keys() - BUILDERS.keys() == {"AutoModelForCausalLM", "GlmImageForConditionalGeneration"}
+    assert listed["LTX2ImageToVideoPipeline"] == "LTX-2, an image to video with sound"
+    assert listed["LTX2Pipeline"] == "LTX-2, text to video with sound"
+    shown = said(monkeypatch, capsys, "tiny", "AutoModelForCausalLM", f"{tmp_path}/writer")
+    assert f"check actor_rollout_ref.rewriter.path={tmp_path}/writer" in shown
+    assert json.loads((tmp_path / "writer/config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
+    with pytest.raises(SystemExit, match="is a part of a GlmImagePipeline"):
+        said(monkeypatch, capsys, "tiny", "GlmImageForConditionalGeneration", f"{tmp_path}/other")
 
 
 def test_a_miniature_by_class_and_of_a_folder(monkeypatch, capsys, tmp_path):

@@ -9,6 +9,7 @@ from tiny_runs import tiny_settings
 
 from verl_omni.cli import check, overfit
 from verl_omni.cli.overfit import verdict
+from verl_omni.report.run_state import read_state
 
 RED = "import numpy as np\n\ndef compute_score(image):\n    return float(np.asarray(image)[..., 0].mean()) / 255\n"
 
@@ -87,6 +88,8 @@ def test_one_prompt_is_learned(here, monkeypatch, capsys):
     assert run(overfit, monkeypatch, *settings, "--steps", 12) == 0
     assert "Learned: the mean reward went from" in capsys.readouterr().out
     assert (here / "outputs/overfit/prompt.jsonl").read_text().count("\n") == 1
+    state = read_state(here / "outputs/overfit/run")
+    assert (state.word, state.step, state.total) == ("finished", 12, 12)
     (here / "mine.py").write_text("def compute_score(image):\n    return 0.25\n")
     assert run(overfit, monkeypatch, *settings, "--steps", 1) == 1
     shown = capsys.readouterr().out

@@ -21,8 +21,9 @@ import verl_omni
 from verl_omni.cli import train
 from verl_omni.config.keys import with_plus
 from verl_omni.pipelines.utils import diffusers_since
+from verl_omni.rewards.choice import read_choices
 from verl_omni.trainer import main_diffusion
-from verl_omni.trainer.checks.preflight import check_data, check_rewards, preflight
+from verl_omni.trainer.checks.preflight import check_data, check_ground_truth, check_rewards, preflight
 from verl_omni.trainer.checks.preparation import prepare_config
 from verl_omni.trainer.failures import users_mistake
 from verl_omni.utils.hub import HubError
@@ -441,3 +442,12 @@ def test_windows_count_the_steps_that_the_model_really_takes(data):
 def test_a_model_that_the_hub_does_not_give_is_told_in_one_line():
     told = users_mistake(HubError("nobody/model is no folder here"))
     assert told == "nobody/model is no folder here"
+
+
+def test_a_column_that_is_nearly_the_ground_truth_is_named():
+    choice = read_choices([{"name": "ocr_line"}])["ocr_line"]
+    row = {"prompt": "a cat", "reward_model": {}, "extra_info": {"ground_thruth": "7", "seed": 1}}
+    with pytest.raises(ValueError, match='column ground_truth, .*Is it the column "ground_thruth"\\?$'):
+        check_ground_truth(choice, [row])
+    with pytest.raises(ValueError, match="or choose another reward$"):
+        check_ground_truth(choice, [row | {"extra_info": {"seed": 1}}])

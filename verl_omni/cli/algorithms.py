@@ -3,7 +3,7 @@
 import re
 
 from verl_omni.cli.recipes import shipped
-from verl_omni.cli.registered import parse
+from verl_omni.cli.registered import page, parse
 from verl_omni.cli.tables import aligned
 
 
@@ -22,7 +22,7 @@ def rows() -> list[tuple[str, str, str, str]]:
 def main() -> None:
     parse("algorithms", __doc__)
     print(aligned([("name", "family", "a recipe", "what it is"), *rows()]))
-    print("\nFormulas and settings: docs/algorithms.md.")
+    print(f"\nFormulas and settings: {page('algorithms')}")
 
 
 if __name__ == "__main__":

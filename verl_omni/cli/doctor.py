@@ -22,9 +22,12 @@ PYTHONS = ((3, 10), (3, 13))
 OPTIONAL = {
     "rapidocr": ("the rewards ocr and ocr_line", "pip install 'verl-omni[rewards]'"),
     "av": ("files of videos with sound", "pip install 'verl-omni[video]'"),
-    "vllm-omni": ("rollout with vLLM-Omni", "docs/vllm_omni.md: an environment of its own"),
+    "vllm-omni": ("rollout with vLLM-Omni", "in an environment of its own: pip install 'verl-omni[vllm-omni]'"),
+    "veomni": ("training with VeOmni", "in an environment of its own: pip install 'verl-omni[veomni]'"),
     "tensorboard": ("trainer.logger=[tensorboard]", "pip install tensorboard"),
     "wandb": ("trainer.logger=[wandb]", "pip install wandb"),
+    "mlflow": ("trainer.logger=[mlflow]", "pip install mlflow"),
+    "trackio": ("trainer.logger=[trackio]", "pip install trackio"),
 }
 BOUNDED_BY_VERL = {"transformers"}  # from above; the tests pass there too, as docs/versions.md says
 LEAST_DISK, LEAST_SHM = 20, 2  # GiB

@@ -30,7 +30,8 @@ def main() -> None:
     parse("models", __doc__)
     print(aligned([("pipeline class", "model", "takes"), *rows()]))
     print("\nName a folder in diffusers' layout: actor_rollout_ref.model.path=FOLDER; its class is read from there.")
-    print("A miniature of any of them, to try settings on: verl-omni tiny CLASS FOLDER")
+    print("A language model: actor_rollout_ref.rewriter.path=FOLDER. GlmImageForConditionalGeneration is a part of a")
+    print("GlmImagePipeline. A miniature of any class, to try settings on: verl-omni tiny CLASS FOLDER")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -50,13 +51,31 @@ def overfit(config: "DictConfig", steps: int, target: float | None) -> None:
         one, prompt = one_prompt(config, prepared(config.copy()), steps)
         quiet_loading()
         shutil.rmtree(FOLDER / "run", ignore_errors=True)
-        with judge(one) as address:
+        with judge(one) as address, followed(FOLDER / "run", steps):
             print(f'Training {steps} steps on "{prompt}"', flush=True)
             local_trainer(one, address).fit()
     metrics = [line["data"] for line in read_metrics(FOLDER / "run/metrics.jsonl") if MEAN in line["data"]]
     learned, why = verdict(metrics, target)
     print(why)
     sys.exit(0 if learned else 1)
+
+
+@contextmanager
+def followed(folder: Path, steps: int) -> Iterator[None]:
+    """Who looks at the folder sees how far it is, and how it ended."""
+    from verl_omni.trainer.progress import tell
+
+    folder.mkdir(parents=True)
+    tell(run_dir=str(folder), stage="start", step=0, total=steps, done=0, over=None, last=None, words=None, saves=False)
+    try:
+        yield
+    except BaseException as error:
+        tell(over=130 if isinstance(error, KeyboardInterrupt) else 1, words=f"{type(error).__name__}: {error}"[:300])
+        raise
+    else:
+        tell(over=0)
+    finally:
+        tell(run_dir=None)
 
 
 def one_prompt(config: "DictConfig", run: "DictConfig", steps: int) -> "tuple[DictConfig, str]":

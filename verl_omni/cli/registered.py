@@ -1,8 +1,16 @@
 """What the three subcommands share that list what is registered: models, algorithms, rewards."""
 
 import sys
+from pathlib import Path
 
+import verl_omni
 from verl_omni.utils.options import Parser
+
+
+def page(name: str) -> str:
+    """Where to read on: the page in a clone; an installed package has none."""
+    found = Path(verl_omni.__file__).parents[1] / "docs" / f"{name}.md"
+    return str(found) if found.is_file() else f"docs/{name}.md in the sources of verl-omni"
 
 
 def parse(name: str, about: str) -> None:

@@ -2,7 +2,7 @@
 
 import re
 
-from verl_omni.cli.registered import parse
+from verl_omni.cli.registered import page, parse
 from verl_omni.cli.tables import aligned
 
 
@@ -44,7 +44,8 @@ def main() -> None:
         print("\nTo install: pip install 'verl-omni[rewards]'")
     print("\nTo load: weights that the hub has and this disk not; reward.scorers.NAME.model=FOLDER names your own.")
     print("Try one on images that you have: verl-omni score --scorer NAME images/. A function of your own is")
-    print("reward.custom_reward_function.path=FILE.py. Settings of each: docs/rewards.md.")
+    print("reward.custom_reward_function.path=FILE.py. Settings of each, and what they mean:")
+    print(page("rewards"))
 
 
 if __name__ == "__main__":

@@ -16,19 +16,23 @@ def main() -> None:
     folder = Path(options.folder).expanduser()
     if folder.is_dir() and any(folder.iterdir()):
         sys.exit(f"error: {folder} is not empty: name a new folder")
+    import transformers
+
     from verl_omni.config.model import read_architecture
-    from verl_omni.testing.tiny_random import build_tiny_random
+    from verl_omni.testing.tiny_random import LANGUAGE_MODEL, build_tiny_random
     from verl_omni.utils.hub import model_folder
     from verl_omni.workers.engine.module import quiet_loading
 
     quiet_loading()
+    transformers.utils.logging.set_verbosity_error()  # the defaults of its own configurations are news to it
     try:
         source = model_folder(options.model, weights=False, setting="MODEL")
         model = read_architecture(source) if Path(source).expanduser().is_dir() else options.model
         build_tiny_random(model, folder, options.seed)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
-    print(f"{folder}: a {model}. Try it: verl-omni check actor_rollout_ref.model.path={folder} data.train_files=...")
+    where = "actor_rollout_ref.rewriter.path" if model == LANGUAGE_MODEL else "actor_rollout_ref.model.path"
+    print(f"{folder}: a {model}. Try it: verl-omni check {where}={folder} data.train_files=...")
 
 
 if __name__ == "__main__":

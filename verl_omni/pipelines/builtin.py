@@ -50,7 +50,13 @@ def listed() -> Iterator[Listed]:
         source = ast.parse((file / "adapter.py" if file.is_dir() else file.with_suffix(".py")).read_text())
         body = [line for node in source.body if architecture in registered_as(node) for line in node.body]
         with_images = "needs_images = True" in map(ast.unparse, body)
-        yield Listed(architecture, first_words(ast.get_docstring(source)), with_images)
+        of_class = next((line.value.value for line in body if is_about(line)), None)
+        yield Listed(architecture, of_class or first_words(ast.get_docstring(source)), with_images)
+
+
+def is_about(line: ast.stmt) -> bool:
+    """`about = "..."` in a class, where its file is about another one."""
+    return isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "about"
 
 
 def registered_as(node: ast.stmt) -> list[str]:

@@ -17,6 +17,7 @@ import torch
 from verl_omni.testing import tiny_images, tiny_sounds, tiny_videos  # noqa: F401  (registers their builders)
 from verl_omni.testing.tiny_builders import BUILDERS, image_vae, register_builder, strengthen
 from verl_omni.testing.tiny_images import QWEN_EDIT_PREFIX, QWEN_IMAGE_PREFIX
+from verl_omni.testing.tiny_text import language_model, qwen_tokenizer
 from verl_omni.utils.options import Parser, at_least
 from verl_omni.utils.suggest import unknown
 
@@ -26,14 +27,32 @@ __all__ = [
 ]  # fmt: skip
 
 
+LANGUAGE_MODEL, WRITER = "AutoModelForCausalLM", "GlmImageForConditionalGeneration"
+
+
 def build_tiny_random(pipeline_class: str, out: str | Path, seed: int = 0) -> Path:
-    """Build the tiny-random checkpoint of a pipeline class in the folder ``out`` and return that folder."""
+    """Build the tiny-random checkpoint of a pipeline class, or of a language model, in the folder ``out``."""
+    if pipeline_class == LANGUAGE_MODEL:
+        return build_tiny_language_model(out, seed)
+    if pipeline_class == WRITER:
+        raise ValueError(f"{WRITER} is a part of a GlmImagePipeline: name that, a miniature of it has one too")
     if pipeline_class not in BUILDERS:
         raise ValueError(unknown("tiny pipeline", pipeline_class, BUILDERS))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipeline = BUILDERS[pipeline_class]()
     pipeline.save_pretrained(out)
+    return Path(out)
+
+
+def build_tiny_language_model(out: str | Path, seed: int = 0) -> Path:
+    """One that writes prompts: a Qwen2 with a chat template."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tokenizer = qwen_tokenizer(["user assistant system\n", "a red cat on a green mat, a small house in blue snow"])
+        model = language_model(tokenizer)
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
     return Path(out)
 
 

@@ -281,6 +281,7 @@ class LTX2ImageToVideo(LTX2):
     Upstream since 0.40 compresses it as a video first, if it is not told `image_crf=0`: here it is as it was given.
     """
 
+    about = "LTX-2, an image to video with sound"
     needs_images = True
     shares_tokens = False  # each token has a timestep of its own
 

@@ -21,7 +21,7 @@ from verl_omni.trainer.checks.preparation import prepare_config
 from verl_omni.trainer.checks.workers import check_even
 from verl_omni.trainer.run_folder.resuming import Start, plan_start
 from verl_omni.utils.hub import model_folder
-from verl_omni.utils.suggest import unknown
+from verl_omni.utils.suggest import nearest, unknown
 
 # Tokens that a model's template adds to a prompt, at most.
 TEMPLATE_ROOM = 64
@@ -232,9 +232,10 @@ def check_ground_truth(choice: Any, rows: list[dict[str, Any]]) -> None:
         return
     for row in rows:
         if row["reward_model"].get("ground_truth") is None:
+            near = nearest("ground_truth", row["extra_info"]).replace("Did you mean", "Is it the column").rstrip()
             raise ValueError(
                 f'the reward "{choice.label}" compares with the ground truth, and the prompt "{row["prompt"][:60]}" '
-                "has none: give the rows a column ground_truth, or choose another reward"
+                f"has none: give the rows a column ground_truth, or choose another reward.{near}".removesuffix(".")
             )
 
 
