@@ -1,6 +1,7 @@
 """The blocks of commands, Python and YAML in the README and in docs/, and how each is tried.
 
-    python tests/documented/blocks.py        # lists them
+    python tests/documented/blocks.py            # lists them
+    python tests/documented/blocks.py --write    # writes how many there are into docs/index.md
 
 What a block is follows from what is in it. A mark before its fence says what does not:
 
@@ -20,6 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")])
+COUNTED = ROOT / "docs/index.md"
+WRITTEN = re.compile(r"(<!-- BLOCKS -->\n).*?(<!-- /BLOCKS -->)", re.S)
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>bash|python|yaml)\n(?P<code>.*?)^(?P=indent)```$", re.S | re.M)
 MARK = re.compile(r"<!-- test: (.+) -->\s*$")
 SAVED = re.compile(r"Save (?:this|it) as\s+`([\w.]+)`[^`]*$")
@@ -100,14 +103,32 @@ def all_blocks() -> list[Block]:
     return [block for page in PAGES for block in blocks(page)]
 
 
+def executed(count: Counter[str]) -> int:
+    return sum(count[status] for status in ("quick", "slow", "file", "elsewhere"))
+
+
+def table() -> str:
+    """For the page that says how the documentation is tried."""
+    count = Counter(block.status for block in all_blocks())
+    rows = [f"| {count[status]} | {words} |" for status, words in STATUSES.items()]
+    total = f"Of {sum(count.values())} blocks of commands, Python and YAML, {executed(count)} are executed by tests:"
+    return "\n".join([f"{total}\n", "| blocks | |", "|---|---|", *rows])
+
+
+def with_table(text: str) -> str:
+    return WRITTEN.sub(lambda found: f"{found[1]}{table()}\n{found[2]}", text)
+
+
 def summary() -> str:
     count = Counter(block.status for block in all_blocks())
-    run = sum(count[status] for status in ("quick", "slow", "file", "elsewhere"))
+    run = executed(count)
     parts = [f"{count[status]} {status} ({words})" for status, words in STATUSES.items()]
     return f"{sum(count.values())} blocks, {run} of them executed by tests: " + "; ".join(parts)
 
 
 if __name__ == "__main__":
+    if "--write" in sys.argv:
+        COUNTED.write_text(with_table(COUNTED.read_text()))
     if "--summary" not in sys.argv:
         for block in all_blocks():
             print(f"{block.status:<10} {block.language:<7} {block.name:<60} {block.mark}")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import warm
 import yaml
-from blocks import PAGES, ROOT, STATUSES, Block, all_blocks, blocks
+from blocks import COUNTED, PAGES, ROOT, STATUSES, Block, all_blocks, blocks, with_table
 from omegaconf import OmegaConf
 from tiny_models import tiny_checkpoint
 
@@ -132,6 +132,18 @@ def test_what_is_not_run_is_looked_up(block):
 def module_file(name: str) -> Path:
     spec = importlib.util.find_spec(name)
     return Path((importlib.util.find_spec(f"{name}.__main__") if spec.submodule_search_locations else spec).origin)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_fence_says_what_is_in_it(page):
+    """One without a language would be tried by nobody; `text` is no command."""
+    opened = re.findall(r"^ *```(.*)$", page.read_text(), re.MULTILINE)[::2]
+    assert set(opened) <= {"bash", "python", "yaml", "text"}
+
+
+def test_the_count_of_executed_blocks_is_the_written_one():
+    text = COUNTED.read_text()
+    assert "<!-- BLOCKS -->" in text and with_table(text) == text, "run: python tests/documented/blocks.py --write"
 
 
 def test_every_block_has_a_status():
