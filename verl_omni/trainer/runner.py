@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from verl_omni.config import schema
 from verl_omni.trainer import interrupts
 from verl_omni.trainer.failures import in_one_line, know
-from verl_omni.trainer.progress import name_stage, progress, tell
+from verl_omni.trainer.progress import DRAWS, WAITED_FOR, name_stage, progress, tell
 
 schema.register()
 
@@ -172,6 +172,9 @@ def _run_on_ray(config: DictConfig, task_runner_class: Any, quiet: bool) -> None
         open_run_log(run_dir)
     trainer = config.trainer
     name_stage("loading of the model", f"loading the model{size_of(config)}, starting the rewards")
+    if compiles(config):
+        for stage in DRAWS:
+            name_stage(stage, f"compiling the model's blocks and {WAITED_FOR[stage]}")
     tell(run_dir=run_dir, resume_mode=trainer.resume_mode, saves=trainer.save_freq != 0, stage="start of Ray")
     started = not ray.is_initialized()
     try:
@@ -196,6 +199,21 @@ def _run_on_ray(config: DictConfig, task_runner_class: Any, quiet: bool) -> None
     finally:
         if started:
             ray.shutdown()
+
+
+def compiles(config: DictConfig) -> bool:
+    """Whether the first images wait for a compiler: they are drawn with the module that is trained."""
+    import torch
+
+    from verl_omni.workers.engine.module import on_gpu
+    from verl_omni.workers.engine.registry import layout_of
+    from verl_omni.workers.rollout import engine_class
+
+    arr = config.actor_rollout_ref
+    if arr.model.path is None:  # a language model alone, whose blocks are not compiled
+        return False
+    asked = on_gpu(arr.actor.engine.use_torch_compile, torch.device(config.trainer.device))
+    return asked and engine_class(arr.rollout.name).same_arithmetic and layout_of(config).sequence == 1
 
 
 def size_of(config: DictConfig) -> str:
