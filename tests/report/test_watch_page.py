@@ -7,9 +7,11 @@ Without CHROMIUM it is the one that `playwright install chromium` brings.
 
 import json
 import os
+import shutil
 import socket
 import threading
 import time
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -37,10 +39,16 @@ def browser():
 
 @pytest.fixture
 def address(run_dir):
+    with served(run_dir) as address:
+        yield address
+
+
+@contextmanager
+def served(folder):
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
-        server = uvicorn.Server(uvicorn.Config(watch_app(WatchedFolder(run_dir), "localhost", "t"), log_level="error"))
+        server = uvicorn.Server(uvicorn.Config(watch_app(WatchedFolder(folder), "localhost", "t"), log_level="error"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         yield f"http://localhost:{listening.getsockname()[1]}"
@@ -102,6 +110,19 @@ def test_nothing_is_wider_than_the_screen(browser, address, width):
     page.wait_for_selector("#charts canvas")
     assert page.evaluate("document.documentElement.scrollWidth") <= width and page.mistakes == []
     assert page.locator("text=Save now").count() == 0  # without the token one looks
+
+
+def test_a_state_of_one_of_several_runs_is_not_broken_on_a_phone(browser, run_dir, tmp_path_factory):
+    several = tmp_path_factory.mktemp("several")
+    (run_dir / "progress.json").write_text(json.dumps(RUNNING | {"over": 0, "time": time.time()}))
+    for name in ("red", "outputs/overfit/run"):
+        shutil.copytree(run_dir, several / name)
+    with served(several) as address:
+        page = open_page(browser, address, viewport={"width": 390, "height": 800})
+        page.wait_for_selector("#charts canvas")
+        lines = page.evaluate("[...document.querySelectorAll('.badge')].map(badge => badge.getClientRects().length)")
+        assert lines == [1, 1, 1] and page.evaluate("document.documentElement.scrollWidth") <= 390
+        page.context.close()
 
 
 def test_a_zoom_stays_when_more_comes(browser, address, run_dir):
