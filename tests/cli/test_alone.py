@@ -182,15 +182,16 @@ def test_without_a_judge_none_is_started(here):
         assert address is None
 
 
-def test_a_comparison_is_tried_by_overfit(here):
-    (here / "pairs.py").write_text("def compute_score(image, other):\n    return 0.5\n")
+@pytest.mark.parametrize("by, takes", [("pair", "image, other"), ("group", "images")])
+def test_a_comparison_is_tried_by_overfit(here, by, takes):
+    (here / "pairs.py").write_text(f"def compute_score({takes}):\n    return 0.5\n")
     own = "reward.custom_reward_function.path=pairs.py"
-    config = composed(*tiny_settings(here), own, "reward.pairwise.by=pair")
+    config = composed(*tiny_settings(here), own, f"reward.pairwise.by={by}")
     run = prepared(config.copy())
     with pytest.raises(ValueError, match="`verl-omni overfit --steps 1`"):
         check.one_image(config, run)
     one, prompt = overfit.one_prompt(config, run, steps=1)
-    assert one.reward.pairwise.by == "pair" and json.loads((overfit.FOLDER / "prompt.jsonl").read_text())
+    assert one.reward.pairwise.by == by and json.loads((overfit.FOLDER / "prompt.jsonl").read_text())
     assert prompt == "a cat"
 
 

@@ -52,10 +52,10 @@ def one_image(config: "DictConfig", run: "DictConfig") -> "DictConfig":
     from verl_omni.workers.rollout import engine_class
 
     rollout = run.actor_rollout_ref.rollout
-    if run.reward.pairwise.by == "pair":
+    if (by := run.reward.pairwise.by) in ("pair", "group"):
         raise ValueError(
-            "reward.pairwise.by=pair compares two images, and a check draws one; the reward has answered for grey "
-            "ones: go on with `verl-omni overfit --steps 1` and the same settings"
+            f"reward.pairwise.by={by} compares images, and a check draws one; the rest is as it should be: go on with "
+            "`verl-omni overfit --steps 1` and the same settings"
         )
     one = {
         "data.val_files": run.data.val_files or run.data.train_files,
