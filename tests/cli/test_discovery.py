@@ -143,12 +143,15 @@ def test_of_every_model_that_is_listed_there_is_a_miniature(monkeypatch, capsys,
     from verl_omni.testing.tiny_random import BUILDERS
 
     listed = {row[0]: row[1] for row in models.rows()}
-    assert listed.keys() - BUILDERS.keys() == {"AutoModelForCausalLM", "GlmImageForConditionalGeneration"}
+    writers = {"AutoModelForCausalLM": "Qwen2ForCausalLM"}
+    writers["AutoModelForImageTextToText"] = "Qwen2_5_VLForConditionalGeneration"
+    assert listed.keys() - BUILDERS.keys() == {*writers, "GlmImageForConditionalGeneration"}
     assert listed["LTX2ImageToVideoPipeline"] == "LTX-2, an image to video with sound"
     assert listed["LTX2Pipeline"] == "LTX-2, text to video with sound"
-    shown = said(monkeypatch, capsys, "tiny", "AutoModelForCausalLM", f"{tmp_path}/writer")
-    assert f"check actor_rollout_ref.rewriter.path={tmp_path}/writer" in shown
-    assert json.loads((tmp_path / "writer/config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
+    for name, made in writers.items():
+        shown = said(monkeypatch, capsys, "tiny", name, f"{tmp_path}/{name}")
+        assert f"check actor_rollout_ref.rewriter.path={tmp_path}/{name}" in shown
+        assert json.loads((tmp_path / name / "config.json").read_text())["architectures"] == [made]
     with pytest.raises(SystemExit, match="is a part of a GlmImagePipeline"):
         said(monkeypatch, capsys, "tiny", "GlmImageForConditionalGeneration", f"{tmp_path}/other")
 

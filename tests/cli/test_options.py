@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from verl_omni.cli.main import SUBCOMMANDS, main
+from verl_omni.cli.train import check_options
 from verl_omni.utils.options import Parser
 
 PARSERS = [name for name in SUBCOMMANDS if name not in ("train", "check")]  # whose options are Hydra's
@@ -54,10 +55,9 @@ def test_a_number_has_bounds(monkeypatch, name):
         (["overfit", "--target", "nan"], "argument --target: nan: expected a number"),
         (["plan", "--memory", "0"], "argument --memory: 0: expected a number above 0"),
         (["watch", ".", "--port", "65536"], "argument --port: 65536: expected a whole number, 0 to 65535"),
+        (["serve-reward", "ocr", "--port", "99999"], "argument --port: 99999: expected a whole number, 0 to 65535"),
         (["prepare-pairs", "m", "d", "o", "--height", "0", "--width", "8"], "argument --height: 0: expected a whole"),
         (["sample", "run", "--sedes", "1"], 'there is no option --sedes. Did you mean "--seeds"?'),
-        (["train", "--hlep"], 'there is no option --hlep. Did you mean "--help"?'),
-        (["train", "trainer.seed=1", "--cgf", "job"], 'there is no option --cgf. Did you mean "--cfg"?'),
         (["overfit", "--stesp", "3"], 'there is no option --stesp. Did you mean "--steps"?'),
         (["plan", "--memroy=3"], 'there is no option --memroy. Did you mean "--memory"?'),
         (["recipes", "lst"], "invalid choice: 'lst' (choose from 'list', 'show') Did you mean \"list\"?"),
@@ -73,3 +73,17 @@ def test_what_hydra_knows_goes_on_to_it(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["verl-omni", "train", "--cfg", "job", "-p", "trainer", "trainer.seed=7"])
     main()
     assert "seed: 7" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, line",
+    [
+        (["--hlep"], 'there is no option --hlep. Did you mean "--help"?'),
+        (["trainer.seed=1", "--cgf", "job"], 'there is no option --cgf. Did you mean "--cfg"?'),
+    ],
+)
+def test_a_mistake_in_an_option_of_train_is_one_line(arguments, line):
+    """Not by `main`: it watches the run from here, and goes on in a fork."""
+    with pytest.raises(SystemExit) as ended:
+        check_options(arguments)
+    assert line in ended.value.code and "\n" not in ended.value.code

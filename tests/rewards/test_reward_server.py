@@ -401,7 +401,6 @@ def test_the_command_ends_on_sigterm(tmp_path, grace, code, said):
         (["jpeg_compressibility", "--set", "quality=1"], "--set quality=1: expected SCORER.KEY=VALUE"),
         (["jpeg_compressibility", "--set", "jpeg_compressibility.quality=96"], "quality=96: expected 1 or more"),
         (["jpeg_compressibility", "--external-lib", "no_such_lib"], '--external-lib="no_such_lib" cannot be imported'),
-        (["jpeg_compressibility", "--port", "99999"], "cannot listen on 127.0.0.1 port 99999"),
         (["jpeg_compressibility", "--port", "{taken}"], "cannot listen on 127.0.0.1 port {taken}: Address already in"),
         (["jpeg"], 'unknown reward (data_source) "jpeg"'),
     ],

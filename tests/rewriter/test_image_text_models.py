@@ -7,7 +7,6 @@ import pytest
 import torch
 from e2e_runs import metrics, run_here, settings
 from test_texts import batch, requests, rewriter
-from tiny_image_text import image_text_model
 from tiny_language_model import REWRITER, rewriting, tokenizer_of_texts
 from transformers import (
     AutoModelForImageTextToText,
@@ -20,12 +19,14 @@ from transformers import (
 from verl_omni.cli.writer import Writer
 from verl_omni.pipelines.causal_lm import writer_of
 from verl_omni.pipelines.image_text import IMAGE_TEXT, KINDS, ImageTextLM
+from verl_omni.testing.tiny_image_text import image_text_model
 
 OTHERS = [kind for kind in KINDS if kind != "qwen2_5_vl"]
 
 
 def saved(kind: str, place: Path) -> Path:
     tokenizer = tokenizer_of_texts()
+    torch.manual_seed(0)
     model = image_text_model(kind, tokenizer)
     model.generation_config.update(eos_token_id=tokenizer.eos_token_id)
     model.save_pretrained(place)

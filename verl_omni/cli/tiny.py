@@ -19,7 +19,7 @@ def main() -> None:
     import transformers
 
     from verl_omni.config.model import read_architecture
-    from verl_omni.testing.tiny_random import LANGUAGE_MODEL, build_tiny_random
+    from verl_omni.testing.tiny_random import WRITERS, build_tiny_random
     from verl_omni.utils.hub import model_folder
     from verl_omni.workers.engine.module import quiet_loading
 
@@ -31,7 +31,7 @@ def main() -> None:
         build_tiny_random(model, folder, options.seed)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
-    where = "actor_rollout_ref.rewriter.path" if model == LANGUAGE_MODEL else "actor_rollout_ref.model.path"
+    where = "actor_rollout_ref.rewriter.path" if model in WRITERS else "actor_rollout_ref.model.path"
     print(f"{folder}: a {model}. Try it: verl-omni check {where}={folder} data.train_files=...")
 
 

@@ -4,10 +4,11 @@ All parts are diffusers' and transformers' own classes; the text encoder keeps i
 tell words apart. Training ends early on purpose: what the generator cannot draw yet is left for reinforcement learning.
 """
 
+import contextlib
 import copy
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
@@ -77,11 +78,23 @@ def make_generator(
     if begun is not None and not (begun / "model_index.json").is_file():
         raise NotADirectoryError(f"{begun} holds no model: expected a folder that this command has made")
     with made_whole(out) as folder:
-        pipeline, reached = trained(task, size, seconds, target, seed, begun)
+        with rounded_products():
+            pipeline, reached = trained(task, size, seconds, target, seed, begun)
         pipeline.to("cpu", torch.float16).save_pretrained(folder)
         made = {"task": task.NAME, "seed": seed, **dataclasses.asdict(size), "target": target, **reached}
         write_recipe(folder, made)
     return out
+
+
+@contextlib.contextmanager
+def rounded_products() -> Iterator[None]:
+    """Of float32 on a GPU, as the process has it again afterwards."""
+    products = torch.backends.cuda.matmul
+    before, products.fp32_precision = products.fp32_precision, "tf32"
+    try:
+        yield
+    finally:
+        products.fp32_precision = before
 
 
 def trained(
@@ -90,7 +103,6 @@ def trained(
     """(the pipeline, how far it has come)."""
     began = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.set_float32_matmul_precision("high")  # the same as elsewhere on a CPU
     torch.manual_seed(seed)
     pictures, asked = task.training_pictures(min(size.pictures, task.PICTURES), seed, device)
     pipeline = (untrained(task, size) if begun is None else load_pipeline(begun)).to(device)

@@ -10,12 +10,14 @@ variant of a class has a name after a hyphen, as in WanPipeline-2.2. Ours are in
 `tiny_sounds.py`.
 """
 
+import functools
 from pathlib import Path
 
 import torch
 
 from verl_omni.testing import tiny_images, tiny_sounds, tiny_videos  # noqa: F401  (registers their builders)
 from verl_omni.testing.tiny_builders import BUILDERS, image_vae, register_builder, strengthen
+from verl_omni.testing.tiny_image_text import image_text_model
 from verl_omni.testing.tiny_images import QWEN_EDIT_PREFIX, QWEN_IMAGE_PREFIX
 from verl_omni.testing.tiny_text import language_model, qwen_tokenizer
 from verl_omni.utils.options import Parser, at_least
@@ -27,15 +29,19 @@ __all__ = [
 ]  # fmt: skip
 
 
-LANGUAGE_MODEL, WRITER = "AutoModelForCausalLM", "GlmImageForConditionalGeneration"
+WRITERS = {  # of prompts
+    "AutoModelForCausalLM": language_model,
+    "AutoModelForImageTextToText": functools.partial(image_text_model, "qwen2_5_vl"),
+}
+PART = "GlmImageForConditionalGeneration"
 
 
 def build_tiny_random(pipeline_class: str, out: str | Path, seed: int = 0) -> Path:
     """Build the tiny-random checkpoint of a pipeline class, or of a language model, in the folder ``out``."""
-    if pipeline_class == LANGUAGE_MODEL:
-        return build_tiny_language_model(out, seed)
-    if pipeline_class == WRITER:
-        raise ValueError(f"{WRITER} is a part of a GlmImagePipeline: name that, a miniature of it has one too")
+    if pipeline_class in WRITERS:
+        return build_tiny_writer(pipeline_class, out, seed)
+    if pipeline_class == PART:
+        raise ValueError(f"{PART} is a part of a GlmImagePipeline: name that, a miniature of it has one too")
     if pipeline_class not in BUILDERS:
         raise ValueError(unknown("tiny pipeline", pipeline_class, BUILDERS))
     with torch.random.fork_rng(devices=[]):
@@ -45,12 +51,12 @@ def build_tiny_random(pipeline_class: str, out: str | Path, seed: int = 0) -> Pa
     return Path(out)
 
 
-def build_tiny_language_model(out: str | Path, seed: int = 0) -> Path:
-    """One that writes prompts: a Qwen2 with a chat template."""
+def build_tiny_writer(kind: str, out: str | Path, seed: int = 0) -> Path:
+    """One that writes prompts: a Qwen2 or a Qwen2.5-VL, with a chat template."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tokenizer = qwen_tokenizer(["user assistant system\n", "a red cat on a green mat, a small house in blue snow"])
-        model = language_model(tokenizer)
+        model = WRITERS[kind](tokenizer)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     return Path(out)

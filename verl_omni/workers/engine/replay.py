@@ -5,7 +5,7 @@ independent pairs, and any split of them into micro-batches gives the same gradi
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -130,19 +130,28 @@ class Replay:
 
     # ---- micro-batches -------------------------------------------------------------------------------
 
-    def split(self, data: Batch, size: int) -> list[MicroBatch]:
+    def split(self, data: Batch, size: int) -> Iterable[MicroBatch]:
         """Micro-batches of up to `size` pairs of one kind.
 
         A column `share` says the part of the rank's mean of each sample (B,), or of each of its pairs (B, K). Those
-        with 0 run only where a rank has nothing else to run: every rank takes part in every forward. So ranks agree
-        on how many there are before the first one.
+        with 0 run only where a rank has nothing else to run: every rank takes part in every forward. So ranks whose
+        samples have several sizes agree on how many there are before the first one.
         """
+        parts = self._split(data, size)
+        if "mixed" not in data or not self.engine.layout.is_spread:
+            return parts
+        parts = list(parts)
+        rows, within = self.pairs(data)
+        unit = slice(self.engine.whole_units(1))
+        missing = self._most_of_all_ranks(len(parts)) - len(parts)
+        return parts + [MicroBatch(rows[unit], within[unit], 0.0, rows[:0])] * missing
+
+    def _split(self, data: Batch, size: int) -> Iterator[MicroBatch]:
         rows, within = self.pairs(data)
         share = data["share"] if "share" in data else None
         each = 1
         if share is not None and share.ndim == 1:
             share, each = share[rows], len(rows) // len(share)
-        parts = []
         for chosen in self._of_one_kind(data, rows):
             for part in chosen.split(self.engine.whole_units(size)):
                 row, index = rows[part], within[part]
@@ -152,12 +161,7 @@ class Replay:
                     weight, real = weights.sum().item() / each, weights > 0
                     if real.any():
                         row, index, part = row[real], index[real], part[real]
-                parts.append(MicroBatch(row, index, weight, part))
-        if "mixed" in data and self.engine.layout.is_spread:
-            unit = slice(self.engine.whole_units(1))
-            missing = self._most_of_all_ranks(len(parts)) - len(parts)
-            parts += [MicroBatch(rows[unit], within[unit], 0.0, rows[:0])] * missing
-        return parts
+                yield MicroBatch(row, index, weight, part)
 
     def _of_one_kind(self, data: Batch, rows: torch.Tensor) -> list[torch.Tensor]:
         """Which pairs can share a forward. All of them, but where samples have sizes of their own."""

@@ -1,6 +1,5 @@
 """Tiny models of images and text, with random weights, of each kind that may write."""
 
-import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerBase
 
 VISION = {
@@ -36,5 +35,4 @@ def image_text_model(kind: str, tokenizer: PreTrainedTokenizerBase) -> PreTraine
     told["vision_start_token_id"] = ids["vision_start"]
     hears = {"audio_config": AUDIO} if "omni" in kind else {}
     config = AutoConfig.for_model(kind, text_config=text, vision_config=VISION[kind], **told, **hears)
-    torch.manual_seed(0)
     return AutoModelForImageTextToText.from_config(config).eval()
