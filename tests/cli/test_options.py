@@ -69,10 +69,8 @@ def test_a_mistake_is_one_line(monkeypatch, capsys, arguments, line):
     assert told.startswith("error: ") and line in told
 
 
-def test_what_hydra_knows_goes_on_to_it(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["verl-omni", "train", "--cfg", "job", "-p", "trainer", "trainer.seed=7"])
-    main()
-    assert "seed: 7" in capsys.readouterr().out
+def test_what_hydra_knows_goes_on_to_it():
+    check_options(["--cfg", "job", "-p", "trainer", "trainer.seed=7"])
 
 
 @pytest.mark.parametrize(
