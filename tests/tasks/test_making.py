@@ -1,5 +1,6 @@
 """A generator is made for a task, and a run learns on it: on a CPU, in miniature."""
 
+import dataclasses
 import itertools
 import json
 import time
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from benchmarks.learning import learn, seconds_alone, settings
 from benchmarks.side_by_side import Turns
 from verl_omni.tasks import find_task
-from verl_omni.tasks.generator import SMALL, cut, follow, make_generator
+from verl_omni.tasks.generator import SMALL, cut, follow, make_generator, size_of, untrained
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,19 @@ def test_a_generator_draws_with_the_average_of_its_weights():
     wanted = 0.9 * average.weight + 0.1 * module.weight
     follow(average, module, 0.9)
     torch.testing.assert_close(average.weight, wanted)
+
+
+SIZES = {"scenes": (4e6, 20e6), "words": (4e6, 20e6), "signs": (20e6, 60e6)}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_each_task_has_a_generator_of_the_size_that_is_meant(name):
+    """Counted without a weight."""
+    task = find_task(name)
+    with torch.device("meta"):
+        transformer = untrained(task, dataclasses.replace(size_of(task), text_width=128)).transformer
+    least, most = SIZES[name]
+    assert least < sum(p.numel() for p in transformer.parameters()) < most
 
 
 def test_parts_of_pictures():

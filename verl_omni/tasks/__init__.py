@@ -7,6 +7,6 @@ from types import ModuleType
 def find_task(name: str) -> ModuleType:
     """The module of a task: NAME, HEIGHT, WIDTH, `rows`, `training_pictures`, `score` and what else makes one.
 
-    SIZE, where it has one, is what its generator has unlike `generator.Size`.
+    GENERATOR, where it has one, is what its generator has unlike `generator.Size`.
     """
     return importlib.import_module(f"verl_omni.tasks.{name}")

@@ -32,10 +32,10 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a generator that a CPU trains in seconds")
     options = parser.parse_args()
     from verl_omni.tasks import find_task
-    from verl_omni.tasks.generator import SMALL, Size, make_generator
+    from verl_omni.tasks.generator import SMALL, make_generator, size_of
 
     task = find_task(options.task)
-    size = SMALL if options.small else Size(**getattr(task, "SIZE", {}))
+    size = SMALL if options.small else size_of(task)
     try:
         given = (size, options.seconds, options.target, options.seed, options.begun)
         make_generator(task, options.folder / "model", *given)

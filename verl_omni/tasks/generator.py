@@ -60,6 +60,10 @@ class Size:
 SMALL = Size(1, 2, 32, 4, 64, 10, 4, 32, 5e-3, 1, 8, 1e-3, 2, 0.5, 4, 2, 6)
 
 
+def size_of(task: ModuleType) -> Size:
+    return Size(**getattr(task, "GENERATOR", {}))
+
+
 def make_generator(
     task: ModuleType,
     out: Path,
