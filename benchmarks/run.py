@@ -40,6 +40,7 @@ class Work:
     images: int
     overrides: list[str]
     yardsticks: dict[str, float] = field(default_factory=dict)
+    negative: bool = True  # whether it reads negative prompts
 
 
 COMMON = [
@@ -79,7 +80,7 @@ LTX2 = [
 ]
 
 
-def few(model: str, overrides: list[str], images: int = 16) -> Work:
+def few(model: str, overrides: list[str], images: int = 16, negative: bool = True) -> Work:
     """Few images of a model that is not tuned for speed here: LoRA on attention, two trained steps."""
     return Work(
         model,
@@ -87,6 +88,7 @@ def few(model: str, overrides: list[str], images: int = 16) -> Work:
         [*SQUARE_512, "actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.rollout.algo.sde_window_size=2",
          "actor_rollout_ref.rollout.max_num_seqs=8", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
          *overrides],
+        negative=negative,
     )  # fmt: skip
 
 
@@ -122,7 +124,7 @@ WORKS = {
         ["actor_rollout_ref.rollout.pipeline.guidance_scale=5", "actor_rollout_ref.rollout.pipeline.num_frames=49",
          f"reward.custom_reward_function.path={Path(__file__).with_name('brightness.py')}"],
     ),
-    "glm-image": few("glm_image", ["actor_rollout_ref.rollout.pipeline.guidance_scale=1.5"]),
+    "glm-image": few("glm_image", ["actor_rollout_ref.rollout.pipeline.guidance_scale=1.5"], negative=False),
     "ltx2": few(
         "ltx2",
         [*LTX2, "actor_rollout_ref.rollout.pipeline.num_frames=49",
@@ -173,7 +175,7 @@ def settings(work: Work, images: int, folder: Path) -> list[str]:
         *COMMON,
         *work.overrides,
         f"actor_rollout_ref.model.path={getattr(models, work.model)(folder / 'model')}",
-        f"data.train_files={write_prompts(folder / 'prompts.jsonl', images='edit' in work.model)}",
+        f"data.train_files={write_prompts(folder / 'prompts.jsonl', 'edit' in work.model, work.negative)}",
         f"data.train_batch_size={images // group}",
         f"actor_rollout_ref.rollout.n={group}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={images // group}",
@@ -207,13 +209,15 @@ def measure(
     return result
 
 
-def write_prompts(path: Path, images: bool = False) -> Path:
-    """`images`: each prompt speaks of one."""
+def write_prompts(path: Path, images: bool = False, negative: bool = True) -> Path:
+    """`images`: each prompt speaks of one. `negative`: each has a negative prompt."""
     rows = [
         {"data_source": "jpeg_compressibility", "prompt": f"a photograph of scene {i:03d} at dusk".ljust(118, "."),
-         "negative_prompt": "blurred".ljust(118, "."), "reward_model": {"style": "rule", "ground_truth": ""}}
+         "reward_model": {"style": "rule", "ground_truth": ""}}
         for i in range(64)
     ]  # fmt: skip
+    if negative:
+        rows = [row | {"negative_prompt": "blurred".ljust(118, ".")} for row in rows]
     if images:
         from PIL import Image
 

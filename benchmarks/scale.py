@@ -31,7 +31,7 @@ VEOMNI = [f"{ACTOR}.strategy=veomni"]
 FP8 = [f"{ROLLOUT}.precision=fp8"]
 SMALL = [
     f"{ROLLOUT}.pipeline.height=32", f"{ROLLOUT}.pipeline.width=32", f"{ROLLOUT}.pipeline.num_inference_steps=4",
-    f"{ACTOR}.engine.use_torch_compile=false",
+    f"{ACTOR}.engine.use_torch_compile=false", f"{ACTOR}.engine.compile_ahead=false", f"{ACTOR}.engine.dtype=bfloat16",
 ]  # fmt: skip
 VIDEOS = ("wan", "ltx2")
 

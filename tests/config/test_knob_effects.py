@@ -90,7 +90,8 @@ def noise_levels(settings: DiffusionTrainerConfig) -> list[list[float]]:
 
 
 def dtypes(settings: DiffusionTrainerConfig) -> tuple[torch.dtype, torch.dtype]:
-    return resolve_dtypes(settings.actor_rollout_ref.actor.engine, torch.device("cpu"), lora=False)
+    """On a GPU, where weights may be held in either."""
+    return resolve_dtypes(settings.actor_rollout_ref.actor.engine, torch.device("cuda"), lora=False)
 
 
 EFFECTS = {
@@ -107,7 +108,7 @@ EFFECTS = {
     f"{ACTOR}.diffusion_loss.clip_ratio_low": (loss, 0.3),
     f"{ACTOR}.diffusion_loss.clip_ratio_high": (loss, 0.3),
     f"{ACTOR}.diffusion_loss.adv_clip_max": (loss, 1.0),
-    f"{ACTOR}.engine.dtype": (dtypes, "bfloat16"),
+    f"{ACTOR}.engine.dtype": (dtypes, "float32"),
     f"{ACTOR}.engine.model_dtype": (dtypes, "bfloat16"),
     f"{ALGO}.sde_window_size": (windows, 3),
     f"{ALGO}.sde_window_range": (windows, [0, 4]),

@@ -72,6 +72,8 @@ def test_dtypes():
     assert resolve_dtypes(EngineConfig(), GPU, lora=True) == (torch.bfloat16, torch.bfloat16)
     asked = EngineConfig(dtype="bfloat16", model_dtype="float32")
     assert resolve_dtypes(asked, GPU, lora=True) == (torch.bfloat16, torch.float32)
+    with pytest.raises(ValueError, match="set actor_rollout_ref.actor.engine.dtype=bfloat16 too"):
+        resolve_dtypes(EngineConfig(model_dtype="bfloat16"), CPU, lora=False)
 
 
 @pytest.mark.parametrize(

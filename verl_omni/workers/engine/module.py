@@ -59,7 +59,13 @@ def resolve_dtypes(common: EngineConfig, device: torch.device, lora: bool) -> tu
         torch.float32 if device.type == "cpu" else torch.bfloat16
     )  # fmt: skip
     if common.model_dtype:
-        return compute, getattr(torch, common.model_dtype)
+        held = getattr(torch, common.model_dtype)
+        if compute == torch.float32 != held:
+            raise ValueError(
+                f"actor_rollout_ref.actor.engine.model_dtype={common.model_dtype}: such weights do not compute in "
+                f"float32; set actor_rollout_ref.actor.engine.dtype={common.model_dtype} too"
+            )
+        return compute, held
     return compute, compute if lora else torch.float32
 
 
