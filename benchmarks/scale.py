@@ -29,6 +29,7 @@ BLOCKS = [f"{ROLLOUT}.gather=blocks"]
 FOLDED = [f"{ACTOR}.engine.fold_lora=true", f"{ACTOR}.engine.compile_ahead=true"]
 VEOMNI = [f"{ACTOR}.strategy=veomni"]
 FP8 = [f"{ROLLOUT}.precision=fp8"]
+REFERENCE_FP8 = "actor_rollout_ref.ref.precision=fp8"
 SMALL = [
     f"{ROLLOUT}.pipeline.height=32", f"{ROLLOUT}.pipeline.width=32", f"{ROLLOUT}.pipeline.num_inference_steps=4",
     f"{ACTOR}.engine.use_torch_compile=false", f"{ACTOR}.engine.compile_ahead=false", f"{ACTOR}.engine.dtype=bfloat16",
@@ -96,6 +97,7 @@ GROUPS: dict[str, list[Setting]] = {
         step("glm-image", 50, "glm-image", 16, []),
     ],
     "fp8": [
+        step("sd35m, 176 images, rollout and reference in 8 bits", 84, "sd35m", 176, [*FP8, REFERENCE_FP8]),
         step("flux-dev", 44, "flux-dev", 16, []),
         step("flux-dev, fp8", 52, "flux-dev", 16, FP8),
         step("z-image", 32, "z-image", 16, []),
