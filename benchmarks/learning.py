@@ -25,7 +25,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.compare_algorithms import ACTOR, ALGORITHMS, ROLLOUT
-from benchmarks.learning_table import SO_FAR, best, figure, read_curves, report, write_into
+from benchmarks.learning_table import SO_FAR, best, figure, read_all, read_curves, report, search, write_into
 from benchmarks.local_runs import Job, import_everything, run_all, write
 from benchmarks.side_by_side import NOBODY_ELSE, Turns
 from benchmarks.staleness import typed
@@ -39,6 +39,7 @@ RUNS = ALGORITHMS | {
     ),
 }
 
+SEARCHED = "Where the runs end with each learning rate that was tried, from which the table takes the best:"
 TIMED = range(2, 4)  # steps that are taken alone: the ones before them load kernels
 
 
@@ -174,7 +175,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the curves")
     parser.add_argument("--algorithms", nargs="+", default=list(RUNS), choices=list(RUNS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
-    parser.add_argument("--lr", nargs="+", type=float, default=[5e-5], help="learning rates, each of which is tried")
+    parser.add_argument("--lr", nargs="+", type=float, default=[2e-5], help="learning rates, each of which is tried")
     parser.add_argument("--best", type=int, help="only so many of the algorithms: those whose curves there end highest")
     parser.add_argument("--parallel", type=int, default=1, help="runs at once (%(default)s)")
     parser.add_argument("--seconds", type=float, default=30, help="of training, each run (%(default)s)")
@@ -187,7 +188,7 @@ def main() -> None:
     options, more = parser.parse_known_args()
     if options.table:
         curves = read_curves(options.out)
-        told = report(curves, list(RUNS))
+        told = f"{report(curves, list(RUNS))}\n\n{SEARCHED}\n\n{search(read_all(options.out))}"
         print(told)
         if options.figure:
             options.figure.write_text(figure(curves))

@@ -34,6 +34,14 @@ def read_curves(folder: Path) -> dict[str, list[Curve]]:
     What a run has left that was killed counts as well. Among the runs of an algorithm those that were cut short do not,
     where one was not: all would be seen only as far as the shortest.
     """
+    chosen = {name: max(rates.values(), key=mean_ending) for name, rates in read_all(folder).items()}
+    return {
+        name: [run for run in runs if length(run) >= LONG * max(map(length, runs))] for name, runs in chosen.items()
+    }
+
+
+def read_all(folder: Path) -> dict[str, dict[float, list[Curve]]]:
+    """By algorithm and learning rate, all runs."""
     whole = sorted(folder.glob("*.json"))
     names = {file.stem for file in whole}
     parts = [file for file in sorted(folder.glob(f"runs/*/{SO_FAR}")) if file.parent.name not in names]
@@ -41,15 +49,22 @@ def read_curves(folder: Path) -> dict[str, list[Curve]]:
     for curve in (json.loads(file.read_text()) for file in [*whole, *parts]):
         if length(curve) > 0:
             tried.setdefault(curve["algorithm"], {}).setdefault(curve["lr"], []).append(curve)
-    chosen = {name: max(rates.values(), key=lambda runs: fmean(map(ending, runs))) for name, rates in tried.items()}
-    return {
-        name: [run for run in runs if length(run) >= LONG * max(map(length, runs))] for name, runs in chosen.items()
-    }
+    return tried
+
+
+def search(tried: dict[str, dict[float, list[Curve]]]) -> str:
+    """A line for each algorithm: where its runs end with each learning rate, the same for all."""
+    rates = sorted({rate for of_one in tried.values() for rate in of_one})
+    lines = [f"| algorithm | {' | '.join(f'{rate:g}' for rate in rates)} |", "|---" * (len(rates) + 1) + "|"]
+    for name, runs in sorted(tried.items(), key=lambda one: -max(map(mean_ending, one[1].values()))):
+        ends = (shown(mean_ending(runs[rate])) if rate in runs else "" for rate in rates)
+        lines.append(f"| `{name}` | {' | '.join(ends)} |")
+    return "\n".join(lines)
 
 
 def best(curves: dict[str, list[Curve]]) -> list[str]:
     """The algorithms, the one that ends highest first."""
-    return sorted(curves, key=lambda name: -fmean(map(ending, curves[name])))
+    return sorted(curves, key=lambda name: -mean_ending(curves[name]))
 
 
 def length(curve: Curve) -> float:
@@ -60,6 +75,10 @@ def length(curve: Curve) -> float:
 def ending(curve: Curve) -> float:
     """The mean of the last two validations: one alone swings."""
     return fmean(point["score"] for point in curve["points"][-2:])
+
+
+def mean_ending(runs: list[Curve]) -> float:
+    return fmean(map(ending, runs))
 
 
 def at(curve: Curve, axis: str, place: float, what: str = "score") -> float | None:
@@ -173,7 +192,7 @@ def figure(curves: dict[str, list[Curve]], width: int = 900, height: int = 460) 
         x, y = place(seconds, score).split(",")
         parts.append(f'<path d="M{left},{y}H{width - right}" stroke="#ddd"/>')
         parts.append(_text(left - 6, float(y) + 4, f"{score:.2f}", "end"))
-        parts.append(_text(float(x), height - bottom + 18, f"{seconds:.0f}", "middle"))
+        parts.append(_text(float(x), height - bottom + 18, f"{seconds:.3g}", "middle"))
     parts.append(_text((left + width - right) / 2, height - 8, "seconds of training with the card to itself", "middle"))
     parts.append(_text(left - 36, 16, "score on prompts that were never trained on", "start"))
     for number, name in reversed(list(enumerate(best(curves)))):  # the best on top
@@ -185,7 +204,7 @@ def figure(curves: dict[str, list[Curve]], width: int = 900, height: int = 460) 
         parts.append(f'<polyline points="{line}" {style}/>')
         y = top + 12 + 20 * number
         parts.append(f'<path d="M{width - right + 12},{y - 4}h24" {style}/>')
-        parts.append(_text(width - right + 42, y, f"{name} {shown(fmean(map(ending, runs)))}", "start"))
+        parts.append(_text(width - right + 42, y, f"{name} {shown(mean_ending(runs))}", "start"))
     return _svg(parts, width, height)
 
 

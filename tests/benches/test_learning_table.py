@@ -15,8 +15,10 @@ from benchmarks.learning_table import (
     ending,
     figure,
     mean_at,
+    read_all,
     read_curves,
     report,
+    search,
     table,
     time_to,
     write_into,
@@ -45,6 +47,12 @@ def folder(tmp_path):
 def test_of_each_algorithm_the_best_learning_rate_counts(folder):
     curves = read_curves(folder)
     assert [run["seed"] for run in curves["awm"]] == [0, 1] and curves["awm"][0]["lr"] == 1e-4
+
+
+def test_what_was_searched_is_shown(folder):
+    lines = search(read_all(folder)).splitlines()
+    assert lines[0] == "| algorithm | 0.0001 | 0.001 |"
+    assert lines[2:] == ["| `awm` | .825 | .625 |", "| `flow_grpo` | .725 |  |"]
 
 
 def test_a_run_that_was_killed_counts_unless_another_went_further(folder):
