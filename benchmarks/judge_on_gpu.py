@@ -201,7 +201,7 @@ def main() -> None:
         return
     if not torch.cuda.is_available():
         sys.exit("error: torch sees no GPU here, and vllm serve needs one: use --only-write")
-    environment = with_command(folder) | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    environment = with_command(folder) | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     ray = start_ray(environment, options.port)
     try:
         code = train(folder, judge, environment, options.port)

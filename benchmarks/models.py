@@ -166,7 +166,8 @@ def flux2_dev(out: Path) -> Path:
     folder = build_tiny_random("Flux2Pipeline", out)
     _update(folder / "transformer/config.json", FLUX2_DEV)
     _update(folder / "vae/config.json", FLUX2_VAE)
-    _update(folder / "text_encoder/config.json", {"hidden_size": 5120})
+    config = folder / "text_encoder/config.json"
+    _update(config, {"text_config": json.loads(config.read_text())["text_config"] | {"hidden_size": 5120}})
     return folder
 
 

@@ -130,6 +130,11 @@ def check_answers(address: str, seconds: float = 20) -> None:
     except subprocess.TimeoutExpired as error:
         raise ValueError(mistake.format(f"nothing within {seconds:.0f} s")) from error
     if answer.returncode:
+        if "AuthenticationError" in answer.stderr:
+            raise ValueError(
+                f"ray.address={address} wants its token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN as where that Ray "
+                f"was started"
+            )
         *_, last = ["no Ray", *filter(str.strip, answer.stderr.splitlines())]
         raise ValueError(mistake.format(last.strip().split(". ")[0]))
 
