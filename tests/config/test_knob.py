@@ -11,6 +11,7 @@ from verl_omni.config.knob import Range, check_effect, check_ranges, knob, walk
 class Inner:
     rate: list[float] = knob([0.5], "each a share", above=0, most=1)
     every: int = knob(-1, "steps", least=1, also=(-1,))
+    rows: int | str = knob(16, "at once, or auto", least=1, also=("auto",))
     kind: str | None = knob(None, "which", choices=lambda: ["a", "b"])
 
 
@@ -28,6 +29,8 @@ class Outer:
         ({"rate": [0.5, 0.0]}, "inner.rate=0.0: expected above 0, at most 1"),
         ({"rate": [float("nan")]}, "inner.rate=nan: expected above 0, at most 1"),
         ({"every": 0}, "inner.every=0: expected -1 or 1 or more"),
+        ({"rows": "many"}, "inner.rows=many: expected auto or 1 or more"),
+        ({"rows": 0}, "inner.rows=0: expected auto or 1 or more"),
         ({"kind": "c"}, 'unknown inner.kind "c": known: a, b'),
     ],
 )
@@ -38,7 +41,7 @@ def test_one_checker_reads_all_ranges(inner, said):
 
 
 def test_what_is_within_its_range_passes():
-    check_ranges(Outer(inner=Inner(rate=[1.0, 0.1], every=7, kind="b")))
+    check_ranges(Outer(inner=Inner(rate=[1.0, 0.1], every=7, rows="auto", kind="b")))
     check_ranges(Outer())
 
 
@@ -63,6 +66,7 @@ def test_help_shows_range_and_condition():
     assert shown == {
         "inner.rate": "each a share [above 0, at most 1]",
         "inner.every": "steps [-1 or 1 or more]",
+        "inner.rows": "at once, or auto [auto or 1 or more]",
         "inner.kind": "which",
         "switch": "on or off",
         "strength": "how much [only with switch=true]",

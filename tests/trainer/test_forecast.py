@@ -270,6 +270,26 @@ def test_the_plan_names_stages_what_helps_and_the_best_way(tmp_path, monkeypatch
     assert "H100 not timed" in page
 
 
+def test_auto_plans_with_the_largest_number_that_leaves_a_tenth_free(tmp_path, monkeypatch):
+    """Plans with numbers say which that is."""
+    monkeypatch.setattr("verl_omni.trainer.forecast.stages.LIBRARIES", 0)  # more than all of a tiny model
+    overrides, known = overrides_of(tmp_path, tiny_checkpoint(), f"{ACTOR}.engine.use_torch_compile=false"), {}
+
+    def planned(rows: int | str, memory: float | None = None):
+        more = f"{ACTOR}.ppo_micro_batch_size_per_gpu={rows}"
+        return forecast(composed(*overrides, more), memory=memory, known=known)
+
+    peak = {rows: next(s.peak for s in planned(rows).asked.stages if s.name == "update") for rows in (1, 8, 16)}
+    assert peak[1] < peak[8] < peak[16]
+    for rows in (1, 8):
+        found = planned("auto", memory=peak[rows] * 1.001 / 0.9 / 2**30)
+        assert found.asked.micro_batch == rows
+        assert next(s.peak for s in found.asked.stages if s.name == "update") == peak[rows]
+    assert planned("auto").asked.micro_batch == 8 * 9  # all pairs of a mini-batch
+    assert "Micro-batch: up to 72 pairs fit" in text(planned("auto"))
+    assert "Micro-batch" not in text(planned(8))
+
+
 def test_what_it_cannot_take_is_one_line(monkeypatch):
     with pytest.raises(ValueError, match="^--gpu=h9: expected one of h200, h100, h800, a100, a800, l40s, b200$"):
         rates("h9", None)

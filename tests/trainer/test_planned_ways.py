@@ -40,7 +40,7 @@ class Listed(Ways):
     """The ways, of which nothing is measured."""
 
     def way(self, layout: Layout, servers: int = 0, mode: str = "colocated", settings=None) -> Way:
-        return Way(mode, layout, servers, (Stage("load", {}),), Seconds(), Seconds(), True)
+        return Way(mode, layout, servers, (Stage("load", {}),), Seconds(), Seconds(), True, 1)
 
 
 @pytest.mark.parametrize(

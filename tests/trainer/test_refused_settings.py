@@ -418,6 +418,10 @@ TOGETHER = f"{ROLLOUT}.share_samples=true"
         ),
         ([f"{ACTOR}.engine.fold_lora=true"], "fold_lora=true does nothing without LoRA"),
         ([f"{ACTOR}.engine.compile_ahead=true", TWO_RANKS, f"{ULYSSES}=2"], "does nothing where ranks share samples"),
+        (
+            [f"{ACTOR}.engine.compile_ahead=true", f"{ACTOR}.ppo_micro_batch_size_per_gpu=auto"],
+            "does nothing with ppo_micro_batch_size_per_gpu=auto, which is found after the first rollout",
+        ),
         ([f"{ACTOR}.engine.compile_ahead=true", "trainer.device=cpu"], "compile_ahead=true does nothing on a CPU"),
         (
             [f"{ACTOR}.engine.compile_ahead=true", f"{ACTOR}.engine.use_torch_compile=false"],

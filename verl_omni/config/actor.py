@@ -15,6 +15,8 @@ from verl_omni.config.knob import (
     names_in,
 )
 
+# Instead of a number: the run finds it by a trial.
+AUTO = "auto"
 # In which passes without a gradient may be computed, other than in `engine.dtype`.
 PRECISIONS = ("fp8",)
 ENGINE = "actor_rollout_ref.actor.engine"
@@ -233,11 +235,13 @@ class DiffusionActorConfig:
     ppo_mini_batch_size: int = knob(
         4, "prompts (each with its n images) in one optimizer step", least=1, most=MOST_PROMPTS
     )
-    ppo_micro_batch_size_per_gpu: int = knob(
+    ppo_micro_batch_size_per_gpu: int | str = knob(
         16,
-        "(sample, step) pairs in one forward and backward: a memory knob only",
+        "(sample, step) pairs in one forward and backward: a memory knob only; auto: the fastest that a trial at the "
+        "start finds room for, with blocks that are not compiled; checkpoints keep it",
         least=1,
         most=MOST_PROMPTS,
+        also=(AUTO,),
         may_change=True,
     )
     ppo_epochs: int = knob(1, "passes over one rollout", least=1, most=MOST_TRIES)

@@ -72,6 +72,8 @@ class Range:
                 raise ValueError(f"{name}={value!s:.40}: expected {self.bounds() or 'a finite number'}")
         elif isinstance(value, str) and value in self.refused:
             raise ValueError(f"{name}={value}: {self.refused[value]}; known: {', '.join(self.names())}")
+        elif isinstance(value, str) and self.choices is None and any(isinstance(word, str) for word in self.also):
+            raise ValueError(f"{name}={value:.40}: expected {self.bounds()}")
         elif self.choices is not None and value not in self.names():
             raise ValueError(unknown(name, value, self.names()))
 

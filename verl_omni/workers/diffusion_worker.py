@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -33,11 +34,13 @@ from verl_omni.config import (
     DiffusionRefConfig,
     DiffusionRolloutConfig,
 )
+from verl_omni.config.actor import AUTO
 from verl_omni.perf.flops import FlopMeter, peak_flops
 from verl_omni.perf.memory import names_memory_knobs
 from verl_omni.utils.external_lib import import_external_lib
 from verl_omni.workers import columns
 from verl_omni.workers.engine.metrics import is_maximum
+from verl_omni.workers.engine.micro_batch import find_micro_batch
 from verl_omni.workers.engine.module import quiet_loading
 from verl_omni.workers.engine.registry import REPLAYS, engine_class
 from verl_omni.workers.engine.teachers import keep_teachers, teacher_folders, teacher_name
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
 
 # Each rank gets the rows that the layout gives it, and who speaks for others answers for them.
 BY_ROWS = make_nd_compute_dataproto_dispatch_fn(ROWS)
+GIB = 2**30
 BY_ROWS_TO_METRICS = BY_ROWS | {"collect_fn": collect_all_to_all}
 
 
@@ -75,6 +79,7 @@ class DiffusionWorker(Worker):
         common = self.actor_config.engine
         self.trajectories, self._under_way = TrajectoryStore(common.sample_offload), UnderWay()
         self._settled = False
+        self._peaks = (0, 0)  # of memory, before a trial that took more
         self._rollout_scope = contextlib.ExitStack()
 
     # ---- set-up --------------------------------------------------------------------------------------
@@ -91,11 +96,13 @@ class DiffusionWorker(Worker):
             replay=REPLAYS[self.config.algorithm.trainer_type],
             common=self.actor_config.engine,
         )
+        asked = self.actor_config.ppo_micro_batch_size_per_gpu
+        self.engine.finds_micro_batch = asked == AUTO
+        self.engine.micro_batch_size = 0 if asked == AUTO else asked
         self.engine.initialize()
         if "fp8" in (self.rollout_config.precision, self.rollout_config.pool.precision):
             self.engine.fp8  # noqa: B018  (what cannot be computed in 8 bits is said now)
         self._say_place()
-        self.engine.micro_batch_size = self.actor_config.ppo_micro_batch_size_per_gpu
         self.loss_function = build_loss_function(self.actor_config)
         self.engine.rows_per_unit = self.loss_function.loss_fn.rows_per_unit
         self.old_log_probs: OldLogProbs | None = None
@@ -229,6 +236,7 @@ class DiffusionWorker(Worker):
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Log-probabilities of the stored steps under the policy as it is now. Means too, if the loss compares with
         them and not with the rollout's."""
+        self._find_micro_batch(data)
         batch = self._batch(data)
         batch.pop("uncond_velocity", None)  # the rollout's: what is asked for is how training sees its steps
         # The update compares with these: in the kernels of its own graph, where others would round differently.
@@ -248,6 +256,7 @@ class DiffusionWorker(Worker):
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Means of the stored steps under the reference. In 8 bits, how far they are from the means that drew, which
         had 8 bits too: what rounding does to both is in neither."""
+        self._find_micro_batch(data)
         batch, size = self._batch(data), self.ref_config.log_prob_micro_batch_size_per_gpu
         batch.pop("uncond_velocity", None)  # the policy's, not the reference's
         precision = self.ref_config.precision
@@ -265,6 +274,7 @@ class DiffusionWorker(Worker):
     @names_memory_knobs("teacher's pass")
     def compute_teacher_means(self, data: DataProto) -> DataProto:
         """Means of the stored steps under the teacher of each row. Every rank asks all of them: none waits for it."""
+        self._find_micro_batch(data)
         batch, means = self._batch(data), None
         batch.pop("uncond_velocity", None)  # the policy's, not the teacher's
         size, steps = self.ref_config.log_prob_micro_batch_size_per_gpu, data.batch["all_timesteps"].shape[1]
@@ -275,6 +285,30 @@ class DiffusionWorker(Worker):
             means = found if means is None else _where(own == number, found, means)
         self._count_flops("teacher")
         return self._per_step(data, teacher_prev_sample_mean=means)
+
+    def _find_micro_batch(self, data: DataProto) -> None:
+        """Where the user leaves it to a trial: before the first pass over samples, whichever it is."""
+        if self.engine.micro_batch_size:
+            return
+        batch = self.engine.before_update(self._batch(data), {})
+        mini_batches = self.config.data.train_batch_size // self.actor_config.ppo_mini_batch_size
+        most = math.ceil(len(self.engine.replay.pairs(batch)[0]) / mini_batches)
+        self._peaks = self._peak_memory()
+        with self.engine.train_mode():
+            self.engine.micro_batch_size, why = find_micro_batch(self.engine, batch, most)
+        self._say_micro_batch(why)
+        get_torch_device().reset_peak_memory_stats()
+        if self.flop_meter is not None:
+            self.flop_meter.take()  # what was tried is no part of a step
+
+    def _say_micro_batch(self, why: str) -> None:
+        if dist.get_rank() == 0:
+            print(f"Micro-batch: {self.engine.micro_batch_size} ({why}).", file=sys.stderr, flush=True)  # to run.log
+
+    @staticmethod
+    def _peak_memory() -> tuple[int, int]:
+        device = get_torch_device()
+        return device.max_memory_allocated(), device.max_memory_reserved()
 
     def _batch(self, data: DataProto) -> dict[str, torch.Tensor]:
         """What the driver sent, and the trajectories that it refers to: a row for each request that is trained on."""
@@ -293,11 +327,13 @@ class DiffusionWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def reset_peak_memory(self) -> None:
         get_torch_device().reset_peak_memory_stats()
+        self._peaks = (0, 0)
 
     @register(dispatch_mode=BY_ROWS_TO_METRICS)
     @names_memory_knobs("update")
     def update_actor(self, data: DataProto) -> dict[str, float]:
         """All optimizer steps of one rollout; `num_mini_batches` and `epochs` are in the batch's meta_info."""
+        self._find_micro_batch(data)
         epochs, stale = data.meta_info["epochs"], data.meta_info.get("stale", False)
         old = self._choose_old_log_probs(stale)
         versions = data.meta_info.get("versions", ())
@@ -335,9 +371,9 @@ class DiffusionWorker(Worker):
         if flops and None not in flops.values():
             metrics |= {f"flops/{stage}": value for stage, value in flops.items()}
             metrics["flops/peak"] = self.peak_flops
-        gib = 2**30
-        metrics["perf/max_memory_allocated_gb"] = get_torch_device().max_memory_allocated() / gib
-        metrics["perf/max_memory_reserved_gb"] = get_torch_device().max_memory_reserved() / gib
+        allocated, reserved = map(max, self._peak_memory(), self._peaks)
+        metrics["perf/max_memory_allocated_gb"] = allocated / GIB
+        metrics["perf/max_memory_reserved_gb"] = reserved / GIB
         if not self._settled:
             freeze_heap()
             self._settled = True
@@ -448,6 +484,8 @@ class DiffusionWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
         self.engine.load_checkpoint(path)
+        if self.engine.finds_micro_batch and self.engine.micro_batch_size:
+            self._say_micro_batch("found before the checkpoint")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def pid(self) -> int:

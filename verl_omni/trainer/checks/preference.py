@@ -4,6 +4,7 @@ import torch
 
 from verl_omni.algorithms.forward_process import anchor_policies, draw_sigmas, follows_old_policy
 from verl_omni.algorithms.registry import get_algorithm, get_diffusion_loss_fn
+from verl_omni.config.actor import AUTO
 from verl_omni.config.algorithm import DiffusionAlgoConfig
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.data.offline_pairs import check_takes_pairs
@@ -111,7 +112,7 @@ def check_preference(settings: DiffusionTrainerConfig) -> None:
             f'"{arr.actor.diffusion_loss.loss_mode}" reads no advantages; leave it out'
         )
     micro = arr.actor.ppo_micro_batch_size_per_gpu
-    if micro < loss_fn.rows_per_unit:
+    if micro != AUTO and micro < loss_fn.rows_per_unit:
         raise ValueError(
             f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro}: this loss compares {loss_fn.rows_per_unit} "
             f"images at a time; use {loss_fn.rows_per_unit} or more"

@@ -22,6 +22,7 @@ from verl_omni.config import (
     OptimizerConfig,
     validation_pipeline,
 )
+from verl_omni.config.actor import AUTO
 from verl_omni.config.schema import DiffusionTrainerConfig, TrainerConfig
 from verl_omni.data.prompt_rows import SIZES
 from verl_omni.pipelines.model_base import DiffusionModelBase
@@ -72,6 +73,9 @@ def check_workers(settings: DiffusionTrainerConfig) -> None:
             "where ranks share samples, whose blocks are not compiled": layout.sequence > 1,
             "without compiled blocks (use_torch_compile=false)": arr.actor.engine.use_torch_compile is False,
             "on a CPU, where blocks are compiled with use_torch_compile=true only": on_a_cpu,
+            "with ppo_micro_batch_size_per_gpu=auto, which is found after the first rollout": (
+                arr.actor.ppo_micro_batch_size_per_gpu == AUTO
+            ),
         },
     }
     for name, reasons in idle.items():

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from verl_omni.config.actor import AUTO
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.trainer.checks.rollout_engine import check_gather, check_share_samples
 from verl_omni.trainer.forecast.ways import Way, Ways, varied
@@ -71,8 +72,8 @@ def _changes(settings: DiffusionTrainerConfig, stage: str) -> Iterator[dict[str,
         yield {f"{MODEL}.lora_rank": 32}
 
 
-def _halved(name: str, value: int) -> Iterator[dict[str, Any]]:
-    while value > 1:
+def _halved(name: str, value: int | str) -> Iterator[dict[str, Any]]:
+    while value != AUTO and value > 1:  # auto is as small as it has to be
         value //= 2
         yield {name: value}
 

@@ -1,21 +1,17 @@
 """Memory of each stage on one rank, and what it consists of."""
 
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import torch
-
 from verl_omni.algorithms.registry import get_diffusion_loss_fn
-from verl_omni.config import OptimizerConfig
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.pipelines.drawing import equal_parts
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.trainer.forecast.amounts import Amounts
 from verl_omni.trainer.forecast.model import ModelCosts, compiles
 from verl_omni.workers.engine.export import FILE_BYTES
-from verl_omni.workers.engine.optimizer import build_optimizer
+from verl_omni.workers.engine.optimizer import optimizer_ratio
 from verl_omni.workers.engine.registry import engine_class
 from verl_omni.workers.engine.step_in_pieces import PIECE
 from verl_omni.workers.layout import Layout
@@ -277,19 +273,3 @@ class ServerMemory:
         decoded = min(equal_parts(self.rollout.max_num_seqs, DECODED_AT_ONCE), self.amounts.images)
         yield Stage("server: decode", held | {"decoder": self.costs.decode(decoded, self.rollout.vae_tiling).extra})
         yield Stage("server: weights arrive", held, {"a bucket": BUCKET_BYTES})
-
-
-def optimizer_ratio(config: OptimizerConfig) -> float:
-    """Bytes of state that the optimizer keeps, a byte of parameters: asked of it."""
-    return _ratio(config.optimizer, config.weight_decay)
-
-
-@functools.cache
-def _ratio(name: str, weight_decay: float) -> float:
-    parameter = torch.nn.Parameter(torch.zeros(256, 256))
-    parameter.grad = torch.zeros_like(parameter)
-    config = OptimizerConfig(optimizer=name, weight_decay=weight_decay)
-    optimizer, _ = build_optimizer([parameter], config, torch.device("cpu"))
-    optimizer.step()
-    state = optimizer.state[parameter].values()
-    return sum(v.nbytes for v in state if isinstance(v, torch.Tensor) and v.ndim) / parameter.nbytes

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from verl_omni.config.actor import AUTO
 from verl_omni.perf.rates import USABLE
 from verl_omni.trainer.forecast.forecast import Forecast
 from verl_omni.trainer.forecast.overrides import overrides
@@ -33,6 +34,8 @@ def lines(forecast: Forecast) -> Iterator[str]:
     drawn = f"{amounts.images} images ({frames}{size.height} x {size.width}, {amounts.steps} steps)"
     yield f"A step: {drawn}, {amounts.trained} trained steps each, {amounts.updates} optimizer steps."
     yield f"{forecast.gpus} {forecast.gpu} of {forecast.card.memory / GIB:.0f} GiB: {describe(way)}."
+    if forecast.ways.settings.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == AUTO:
+        yield f"Micro-batch: up to {way.micro_batch} pairs fit, of which the run takes the fastest (auto)."
     yield ""
     yield "| stage | peak, GiB | fits | s | consists of |"
     yield "|---|---|---|---|---|"

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from verl_omni.algorithms.registry import get_diffusion_loss_fn
+from verl_omni.config.actor import AUTO
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.perf.plan import UNDER_WAY
 from verl_omni.perf.rates import GPUS_A_MACHINE, USABLE, Rates
@@ -16,7 +18,10 @@ from verl_omni.trainer.forecast.machines import divisors, on_machines
 from verl_omni.trainer.forecast.model import ModelCosts
 from verl_omni.trainer.forecast.seconds import Seconds, StepTime
 from verl_omni.trainer.forecast.stages import RankMemory, ServerMemory, Stage
+from verl_omni.workers.engine.micro_batch import FREE, sizes
 from verl_omni.workers.layout import Layout
+
+MICRO_BATCH = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class Way:
     drawing: Seconds
     learning: Seconds
     fits: bool
+    micro_batch: int
 
     @property
     def peak(self) -> float:
@@ -86,6 +92,7 @@ class Ways:
     ) -> Way:
         settings = varied(settings or self.settings, {"actor_rollout_ref.hybrid_engine": not servers})
         costs = self.costs(settings)
+        settings = self._with_micro_batch(settings, layout)
         rank = RankMemory(costs, settings, self.amounts, layout, self.card.memory)
         stages = tuple(rank.stages())
         if servers:
@@ -93,7 +100,24 @@ class Ways:
         time = StepTime(costs, settings, self.amounts, self.card.rates)
         fits = all(self.card.holds(stage.peak) for stage in stages)
         drawing = time.drawing(servers or layout.world, None if servers else layout)
-        return Way(mode, layout, servers, stages, drawing, time.learning(layout, mode), fits)
+        return Way(mode, layout, servers, stages, drawing, time.learning(layout, mode), fits, rank.micro)
+
+    def _with_micro_batch(self, settings: DiffusionTrainerConfig, layout: Layout) -> DiffusionTrainerConfig:
+        """A number in place of auto: the largest that a trial of the blocks as they are written would let pass. Which
+        of the smaller ones is as fast is for the trial to see."""
+        actor = settings.actor_rollout_ref.actor
+        if actor.ppo_micro_batch_size_per_gpu != AUTO:
+            return settings
+        unit = get_diffusion_loss_fn(actor.diffusion_loss.loss_mode).rows_per_unit
+        written = varied(settings, {"actor_rollout_ref.actor.engine.use_torch_compile": False})
+        found = unit
+        for rows in sizes(unit, self.amounts.pairs(layout)):
+            tried = varied(written, {MICRO_BATCH: rows})
+            rank = RankMemory(self.costs(settings), tried, self.amounts, layout, self.card.memory)
+            if rank.update().peak > (1 - FREE) * self.card.memory:
+                break
+            found = rows
+        return varied(settings, {MICRO_BATCH: found})
 
     def asked(self, layout: Layout, settings: DiffusionTrainerConfig | None = None) -> Way:
         """As the settings have it."""

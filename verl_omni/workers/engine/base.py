@@ -79,6 +79,7 @@ class DiffusionEngine(Passes):
         self.mode: str | None = None
         self.outputs_on_host = self.common.sample_offload
         self.micro_batch_size = 16
+        self.finds_micro_batch = False
         self.rows_per_unit = 1
         self.ema_decay = 0.0
         self.changes = 0  # of what a checkpoint holds
@@ -119,6 +120,8 @@ class DiffusionEngine(Passes):
 
     def _compiles_ahead(self) -> bool:
         """Of several ranks one on each machine, where asked for: the others find its kernels on disk."""
+        if self.finds_micro_batch:  # after the first rollout
+            return False
         if self.layout.is_spread:
             return bool(self.common.compile_ahead) and self.compiles_ahead and first_on_its_machine()
         return on_gpu(self.common.compile_ahead, self.device) and first_on_its_machine()

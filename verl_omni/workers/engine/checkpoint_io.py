@@ -42,6 +42,8 @@ class HasState(HasWeights, Protocol):
     is_optimizer_offload_enabled: bool
     host: HostMemory
     device: torch.device
+    micro_batch_size: int
+    finds_micro_batch: bool
 
 
 class Writing:
@@ -105,6 +107,8 @@ def load(engine: HasState, path: str) -> None:
         )  # fmt: skip
     if "extra" in contents:
         set_schedule(engine.lr_scheduler, notes["optimizer_steps"])
+        if engine.finds_micro_batch:  # another one would round differently
+            engine.micro_batch_size = notes.get("micro_batch_size", 0)
 
 
 def needed_bytes(engine: HasState) -> int:
@@ -136,6 +140,8 @@ def _write_notes(engine: HasState, folder: str) -> None:
             # Those that never got a gradient (a last block's text output) have no state, and are not named.
             "moments": {name: sorted(engine.optimizer.state[p]) for name, p in _updated(engine).items()},
         }
+        if engine.finds_micro_batch:
+            notes["micro_batch_size"] = engine.micro_batch_size
         Path(folder, ENGINE).write_text(json.dumps(notes))
 
 

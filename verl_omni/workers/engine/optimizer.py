@@ -1,5 +1,6 @@
 """The optimizer and its learning-rate schedule."""
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -8,6 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from verl_omni.config import OptimizerConfig
+from verl_omni.workers.host_memory import local
 
 
 def build_optimizer(
@@ -54,3 +56,25 @@ def set_schedule(scheduler: LambdaLR, steps: int) -> None:
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     scheduler._last_lr = rates
+
+
+def optimizer_ratio(config: OptimizerConfig) -> float:
+    """Bytes of state that the optimizer keeps, a byte of parameters: asked of it."""
+    return _ratio(config.optimizer, config.weight_decay)
+
+
+def state_to_come(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> float:
+    """Bytes of what it will make in its first step."""
+    new = (p for group in optimizer.param_groups for p in group["params"] if not optimizer.state.get(p))
+    return optimizer_ratio(config) * sum(local(p).nbytes for p in new)
+
+
+@functools.cache
+def _ratio(name: str, weight_decay: float) -> float:
+    parameter = torch.nn.Parameter(torch.zeros(256, 256))
+    parameter.grad = torch.zeros_like(parameter)
+    config = OptimizerConfig(optimizer=name, weight_decay=weight_decay)
+    optimizer, _ = build_optimizer([parameter], config, torch.device("cpu"))
+    optimizer.step()
+    state = optimizer.state[parameter].values()
+    return sum(v.nbytes for v in state if isinstance(v, torch.Tensor) and v.ndim) / parameter.nbytes

@@ -62,6 +62,8 @@ class TrainingEngine(BaseEngine, ABC):
     #: pairs in one forward, of which so many belong together
     micro_batch_size: int
     rows_per_unit: int
+    #: whether that number is found by a trial; until then it is 0, which stands for one unit
+    finds_micro_batch: bool
     #: of what a checkpoint holds, counted
     changes: int
     ema_decay: float
