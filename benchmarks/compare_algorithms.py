@@ -43,6 +43,7 @@ def settings(name: str, seed: int, steps: int) -> list[str]:
         f"actor_rollout_ref.model.algorithm={algorithm}",
         *particular,
         *(f"{name}={seed}" for name in seeds),
+        f"{ACTOR}.ema_decay=0",  # the score of the last weights, not of their average
         f"trainer.total_training_steps={steps}",
         f"trainer.test_freq={max(1, steps // 2)}",
         "trainer.save_freq=0",

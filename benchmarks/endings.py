@@ -23,7 +23,7 @@ from verl_omni.utils.run_files import read_metrics
 
 LR, SCHEDULE, EMA = f"{ACTOR}.optim.lr", f"{ACTOR}.optim.lr_scheduler_type", f"{ACTOR}.ema_decay"
 EXACT = "val-aux/ocr_line/exact/mean@1"
-SHIPPED = "as shipped"
+SHIPPED = "2e-4, moving average"
 
 
 def recipe(lr: str, schedule: str, average: float, *more: str) -> list[str]:
@@ -31,9 +31,8 @@ def recipe(lr: str, schedule: str, average: float, *more: str) -> list[str]:
 
 
 RECIPES: dict[str, list[str]] = {
-    SHIPPED: [],
-    "2e-4, constant": recipe("2e-4", "constant", 0),
-    "2e-4, moving average": recipe("2e-4", "constant", 0.9),
+    SHIPPED: recipe("2e-4", "constant", 0.9),
+    "2e-4": recipe("2e-4", "constant", 0),
     "2e-4, short average": recipe("2e-4", "constant", 0.8),
     "3e-4, moving average": recipe("3e-4", "constant", 0.9),
     "3e-4, short average": recipe("3e-4", "constant", 0.8),

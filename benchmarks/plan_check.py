@@ -79,6 +79,8 @@ CASES = [
     Case("flux2-klein", "LoRA, micro-batch 4", 16, [], 22.6, 7.35),
     Case("z-image", "LoRA, micro-batch 4", 16, [], 34.0, 9.20),
     Case("wan-1.3b", "LoRA, micro-batch 4, 17 frames", 16, [], 53.0, 19.08),
+    Case("sd35-large", "LoRA, micro-batch 4", 16, [], 30.2, 6.58),
+    Case("wan2.2", "LoRA, micro-batch 1, 33 frames of 480 x 832, checkpointing", 2, [], 66.1, 52.02),
     # One rank of many (benchmarks.fake_ranks): `images` is how many it has itself.
     Case("qwen-image", "full, rank 0 of 8", 4, [], 41.7, 0.88, ranks=8),
     Case("qwen-image", "full, rank 0 of 16", 4, ranks=16),

@@ -65,13 +65,13 @@ def peak_and_seconds(work: str, images: int, overrides: list[str], turns: Turns)
 
 
 AWAY = [case for case in CASES if LARGEST in case.name]
-# The memory is what `plan` says and a quarter more, for gaps between tensors.
+# The memory is what `plan` says and a sixth and some GiB more, for gaps between tensors: what needs more ends.
 GROUPS: dict[str, list[Setting]] = {
     "ranks": [
         rank("Qwen-Image, full, rank 0 of 8, by blocks", 60, "qwen-image", 8, 0, BLOCKS),
         rank("Qwen-Image, full, rank 0 of 16, by blocks", 36, "qwen-image", 16, 0, BLOCKS),
         rank("Qwen-Image, full, rank 0 of 64, by blocks", 24, "qwen-image", 64, 0, BLOCKS),
-        rank("FLUX.1-dev, LoRA, folded, rank 0 of 1", 48, "flux-dev", 1, 32, FOLDED),
+        rank("FLUX.1-dev, LoRA, folded, rank 0 of 1", 68, "flux-dev", 1, 32, FOLDED),
         rank("FLUX.1-dev, LoRA, folded, rank 0 of 8", 40, "flux-dev", 8, 32, FOLDED),
         rank("FLUX.1-dev, LoRA, folded, rank 0 of 8 in two copies", 40, "flux-dev", 8, 32,
              [*FOLDED, f"{ACTOR}.fsdp_config.fsdp_size=4"]),
@@ -89,21 +89,21 @@ GROUPS: dict[str, list[Setting]] = {
               f"{ROLLOUT}.vae_tiling=true"]),
     ],
     "models": [
-        step("sd35-large", 40, "sd35-large", 16, []),
-        step("flux2-dev", 94, "flux2-dev", 16, []),
-        step("wan2.2", 88, "wan2.2", 2, []),
-        step("wan-ti2v-5b", 46, "wan-ti2v-5b", 4, []),
-        step("qwen-image-edit", 84, "qwen-image-edit", 8, []),
+        step("wan-ti2v-5b", 88, "wan-ti2v-5b", 4, []),
         step("glm-image", 50, "glm-image", 16, []),
+        step("flux2-dev", 86, "flux2-dev", 16, []),
+        step("qwen-image-edit", 84, "qwen-image-edit", 4, []),
+        step("sd35-large", 40, "sd35-large", 16, []),
+        step("wan2.2", 88, "wan2.2", 2, []),
     ],
     "fp8": [
         step("sd35m, 176 images, rollout and reference in 8 bits", 84, "sd35m", 176, [*FP8, REFERENCE_FP8]),
-        step("flux-dev", 44, "flux-dev", 16, []),
-        step("flux-dev, fp8", 52, "flux-dev", 16, FP8),
-        step("z-image", 32, "z-image", 16, []),
-        step("z-image, fp8", 36, "z-image", 16, FP8),
-        step("wan-1.3b", 30, "wan-1.3b", 16, []),
-        step("wan-1.3b, fp8", 32, "wan-1.3b", 16, FP8),
+        step("flux-dev", 68, "flux-dev", 16, []),
+        step("flux-dev, fp8", 68, "flux-dev", 16, FP8),
+        step("z-image", 45, "z-image", 16, []),
+        step("z-image, fp8", 45, "z-image", 16, FP8),
+        step("wan-1.3b", 66, "wan-1.3b", 16, []),
+        step("wan-1.3b, fp8", 66, "wan-1.3b", 16, FP8),
     ],
     "sizes": [
         step("sd35m, 1024 x 1024", 60, "sd35m", 16, [*square(1024), *at_once(8)]),
@@ -112,7 +112,7 @@ GROUPS: dict[str, list[Setting]] = {
     "plan": [
         of_plan(case, gib)
         for case, gib in zip((c for c in CASES if c.peak is None and c.ranks == 1 and c not in AWAY),
-                             (34, 44, 78, 60, 44, 62, 66, 86, 72), strict=True)
+                             (34, 48, 78, 68, 50, 62, 95, 86, 72), strict=True)
     ],
 }  # fmt: skip
 

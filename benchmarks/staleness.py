@@ -25,7 +25,7 @@ CORRECTIONS = {"clipped": [], "weighted": ["algorithm.rollout_correction.rollout
 
 
 def quickstart_settings(out: Path) -> list[str]:
-    """The quickstart's recipe as one would type it."""
+    """The quickstart's recipe as one would type it, but for the average of weights: scores are those of the last."""
     from omegaconf import OmegaConf
 
     from verl_omni.quickstart.__main__ import RECIPE
@@ -38,6 +38,7 @@ def quickstart_settings(out: Path) -> list[str]:
         f"actor_rollout_ref.model.path={CHECKPOINT}",
         f"data.train_files={out / 'train.parquet'}",
         f"data.val_files={out / 'val.parquet'}",
+        "actor_rollout_ref.actor.ema_decay=0",
     ]
 
 

@@ -8,6 +8,7 @@ import torch
 from diffusers import QwenImagePipeline
 
 from verl_omni.pipelines.utils import weights_in
+from verl_omni.quickstart import __main__ as quickstart
 from verl_omni.quickstart import checkpoint, task
 from verl_omni.quickstart.__main__ import typed_python
 from verl_omni.quickstart.checkpoint import Recipe, build_checkpoint, held_out_scores
@@ -41,6 +42,28 @@ def test_signs_are_dark_numbers_on_light_ground():
     border = np.stack(signs)[:, [0, -1]].mean()
     assert border > 195 and all(sign.min() < 130 for sign in signs)
     assert np.array_equal(task.draw_sign("407", np.random.default_rng(0)), signs[0])
+
+
+def test_a_run_has_one_folder(tmp_path, monkeypatch, capsys):
+    """Named by --run, or by the setting that a training has for it."""
+    ran = []
+    monkeypatch.setattr(quickstart, "train", lambda command: ran.append(command) or 1)
+    arguments = ["verl-omni quickstart", "--out", str(tmp_path), f"trainer.default_local_dir={tmp_path / 'mine'}"]
+    monkeypatch.setattr("sys.argv", arguments)
+    with pytest.raises(SystemExit):
+        quickstart.main()
+    assert ran[0][-1] == arguments[-1]
+    monkeypatch.setattr("sys.argv", [*arguments, "--run", "other"])
+    with pytest.raises(SystemExit):
+        quickstart.main()
+    assert "both name the run's folder: leave one out" in capsys.readouterr().err and len(ran) == 1
+
+
+def test_without_metrics_there_is_nothing_to_report(tmp_path, monkeypatch):
+    monkeypatch.setattr(quickstart, "train", lambda command: 0)
+    monkeypatch.setattr("sys.argv", ["verl-omni quickstart", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="let trainer.logger have jsonl"):
+        quickstart.main()
 
 
 def test_the_ocr_reads_the_signs():

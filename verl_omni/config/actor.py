@@ -266,7 +266,7 @@ class DiffusionActorConfig:
         True, "under CFG, the first optimizer step takes the rollout's own unconditional half", may_change=True
     )
     ema_decay: float = knob(
-        0.0, "decay of a moving average of the trained weights, used for validation; 0: none", least=0, below=1
+        0.0, "decay of a moving average of the trained weights: it is validated and exported; 0: none", least=0, below=1
     )
     teacher: TeacherConfig = knob(TeacherConfig, "")
     diffusion_loss: DiffusionLossConfig = knob(DiffusionLossConfig, "")

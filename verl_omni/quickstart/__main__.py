@@ -21,6 +21,7 @@ from verl_omni.utils.options import Parser
 Start: TypeAlias = tuple[dict[str, Path], tuple[Path, Path]]
 
 RECIPE = Path(__file__).parent
+RUN_DIR = "trainer.default_local_dir="
 # What there is to learn: the recipe's name, and what to say of it.
 TASKS = {
     "quickstart": (
@@ -52,11 +53,17 @@ def main() -> None:
     began = time.time()
     task = options.task
     run_dir = options.out / (options.run or ("flow_grpo" if task == "quickstart" else task))
+    if named := [override.removeprefix(RUN_DIR) for override in overrides if override.startswith(RUN_DIR)]:
+        if options.run:
+            parser.error(f"--run {options.run} and {RUN_DIR}{named[-1]} both name the run's folder: leave one out")
+        run_dir = Path(named[-1])
     command = training_command(options.out, run_dir, overrides, task)
     print(f"{TASKS[task]}\n\n    {shown(command)}\n", flush=True)
     code = train(command)
     if code:
         sys.exit(code)
+    if not (run_dir / "metrics.jsonl").exists():
+        sys.exit(f"error: {run_dir} has no metrics.jsonl to report on: let trainer.logger have jsonl")
     print("\nValidation, before and after\n")
     print(format_before_after_table(run_dir))
     report = run_dir / "report.html"
