@@ -7,7 +7,8 @@ import torch
 
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
-from verl_omni.pipelines.utils import check_length, decode_image, encode_image, flow_shift
+from verl_omni.pipelines.plain_latents import PlainLatents
+from verl_omni.pipelines.utils import check_length, flow_shift
 
 # Upstream's own default.
 SYSTEM_PROMPT = (
@@ -17,7 +18,7 @@ SYSTEM_PROMPT = (
 
 
 @DiffusionModelBase.register("Lumina2Pipeline", algorithm="flow_grpo")
-class Lumina2(DiffusionModelBase):
+class Lumina2(PlainLatents, DiffusionModelBase):
     default_guidance = 4.0
     pipeline_defaults = {"negative_prompt": "", "max_sequence_length": 256}
     fp8_modules = [
@@ -83,20 +84,3 @@ class Lumina2(DiffusionModelBase):
         mask = torch.ones_like(ids)
         hidden = pipe.text_encoder(input_ids=ids, attention_mask=mask, output_hidden_states=True).hidden_states
         return {"prompt_embeds": hidden[-2], "prompt_embeds_mask": mask}
-
-    @classmethod
-    def prepare_latents(
-        cls, pipe, module: torch.nn.Module, model_config: DiffusionModelConfig, generators: list[torch.Generator]
-    ) -> torch.Tensor:
-        size, device = model_config.pipeline, generators[0].device
-        return pipe.prepare_latents(
-            len(generators), module.config.in_channels, size.height, size.width, torch.float32, device, generators
-        )
-
-    @classmethod
-    def decode_latents(cls, pipe, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
-        return decode_image(pipe, latents)
-
-    @classmethod
-    def encode_image(cls, pipe, images: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
-        return encode_image(pipe, images)

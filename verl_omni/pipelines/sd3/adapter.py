@@ -6,13 +6,14 @@ import torch
 
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
-from verl_omni.pipelines.utils import clip_ids, decode_image, encode_image, flow_shift, read_component_config, t5_ids
+from verl_omni.pipelines.plain_latents import PlainLatents
+from verl_omni.pipelines.utils import clip_ids, flow_shift, read_component_config, t5_ids
 
 CLIP_LENGTH = 77
 
 
 @DiffusionModelBase.register("StableDiffusion3Pipeline", algorithm="flow_grpo")
-class StableDiffusion3(DiffusionModelBase):
+class StableDiffusion3(PlainLatents, DiffusionModelBase):
     default_guidance = 7.0
     lora_target_modules = [
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
@@ -90,20 +91,3 @@ class StableDiffusion3(DiffusionModelBase):
         conditions = super().conditions_like(model_config, tokens - CLIP_LENGTH)  # the two CLIPs lie over each other
         pooled = torch.zeros(1, cls.transformer_config(model_config)["pooled_projection_dim"])
         return conditions | {"pooled_prompt_embeds": pooled}
-
-    @classmethod
-    def prepare_latents(
-        cls, pipe, module: torch.nn.Module, model_config: DiffusionModelConfig, generators: list[torch.Generator]
-    ) -> torch.Tensor:
-        size, device = model_config.pipeline, generators[0].device
-        return pipe.prepare_latents(
-            len(generators), module.config.in_channels, size.height, size.width, torch.float32, device, generators
-        )
-
-    @classmethod
-    def decode_latents(cls, pipe, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
-        return decode_image(pipe, latents)
-
-    @classmethod
-    def encode_image(cls, pipe, images: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
-        return encode_image(pipe, images)

@@ -9,7 +9,8 @@ import torch
 
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
-from verl_omni.pipelines.utils import check_length, decode_image, diffusers_since, encode_image, flow_shift
+from verl_omni.pipelines.plain_latents import PlainLatents
+from verl_omni.pipelines.utils import check_length, diffusers_since, flow_shift
 
 # Before 0.39 diffusers reached σ = 0 one step early. Its last step, from 0 to 0, changed nothing and is left out here:
 # num_inference_steps=9 drew there what 8 draw now.
@@ -17,7 +18,7 @@ LAST_STEP_IS_IDLE = not diffusers_since("0.39")
 
 
 @DiffusionModelBase.register("ZImagePipeline", algorithm="flow_grpo")
-class ZImage(DiffusionModelBase):
+class ZImage(PlainLatents, DiffusionModelBase):
     default_guidance = 5.0
     lora_target_modules = [
         "attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0",
@@ -89,20 +90,3 @@ class ZImage(DiffusionModelBase):
         mask = torch.ones_like(ids, dtype=torch.bool)
         hidden = pipe.text_encoder(input_ids=ids, attention_mask=mask, output_hidden_states=True).hidden_states
         return {"prompt_embeds": hidden[-2], "prompt_embeds_mask": mask}
-
-    @classmethod
-    def prepare_latents(
-        cls, pipe, module: torch.nn.Module, model_config: DiffusionModelConfig, generators: list[torch.Generator]
-    ) -> torch.Tensor:
-        size, device = model_config.pipeline, generators[0].device
-        return pipe.prepare_latents(
-            len(generators), module.config.in_channels, size.height, size.width, torch.float32, device, generators
-        )
-
-    @classmethod
-    def decode_latents(cls, pipe, latents: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
-        return decode_image(pipe, latents)
-
-    @classmethod
-    def encode_image(cls, pipe, images: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:
-        return encode_image(pipe, images)
