@@ -152,7 +152,7 @@ class EmptyModel:
         """The upstream pipeline with what decodes alone, without weights."""
         kind = pipeline_class(self.config.architecture)
         parameters = inspect.signature(kind).parameters.values()
-        parts = {p.name: None for p in parameters if p.default is p.empty}
+        parts = {p.name: self.parts.get(p.name) for p in parameters if p.default is p.empty}  # some ask for its config
         parts |= {name: build_component(self.config, name, self.dtype) for name in self._beside if name in DECODERS}
         if tiling:
             parts["vae"].enable_tiling()
