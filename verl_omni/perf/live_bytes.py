@@ -45,7 +45,7 @@ class LiveBytes(TorchDispatchMode):
             self.flops += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
         for tensor in _tensors(out):
             storage = tensor.untyped_storage()
-            if storage not in self._counted:  # no view, and not in place
+            if storage not in self._counted and not func.is_view:  # a real tensor's view has a storage of its own
                 self._counted[storage] = count = _Count(self, -(-storage.nbytes() // GRAIN) * GRAIN)
                 weakref.finalize(storage, count.drop).atexit = False
         return out
