@@ -135,11 +135,11 @@ class EmptyModel:
             ) from missing
 
     def _conditions(self, *tokens: int) -> Conditions:
-        """In the dtype of the text encoder."""
+        """In the dtype of the text encoder. Features are not zeros: those say that there is no image, say."""
         ours, negative = (self.adapter.conditions_like(self.config, count) for count in tokens)
         both = ours | ({f"negative_{name}": value for name, value in negative.items()} if self.guided else {})
         both |= self.adapter.images_like(self.config)
-        return {k: v.to(self.dtype) if v.is_floating_point() else v for k, v in both.items()}
+        return {k: torch.ones_like(v, dtype=self.dtype) if v.is_floating_point() else v for k, v in both.items()}
 
     @property
     def guided(self) -> bool:

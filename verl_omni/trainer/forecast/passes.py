@@ -91,10 +91,10 @@ class Passes:
 
     def _run_uncounted(self, rows: int, gradient: bool) -> None:
         self.part.disable_gradient_checkpointing()
-        inputs = self.inputs(rows)
+        given = self._given(rows)
         with self.gpu.here(), shortened(self.kinds, dict.fromkeys(self.kinds, 1)):
             with torch.set_grad_enabled(gradient), self.gpu.autocast(self.dtype):
-                self.call(self.part, tree_map_only(torch.Tensor, _on_device, inputs))
+                self.call(self.part, given)
 
     def _run(
         self,
@@ -105,9 +105,8 @@ class Passes:
         compiled: bool = False,
     ) -> Pass:
         (self.part.enable_gradient_checkpointing if checkpointing else self.part.disable_gradient_checkpointing)()
-        inputs = self.inputs(rows)
+        given = self._given(rows)
         with self.gpu.here(), shortened(self.kinds, counts):
-            given = tree_map_only(torch.Tensor, _on_device, inputs)
             with LiveBytes() as live, gradients_apart(self.part, live):
                 with torch.set_grad_enabled(gradient), self.gpu.autocast(self.dtype):
                     output = self.call(self.part, given).float()
@@ -115,6 +114,9 @@ class Passes:
                 if gradient and not compiled:
                     output.sum().backward()
                 return Pass(kept, live.most - kept, forward, live.flops - forward)
+
+    def _given(self, rows: int) -> dict[str, Any]:
+        return tree_map_only(torch.Tensor, self.gpu.like, self.inputs(rows))
 
 
 class Lines:
@@ -161,10 +163,6 @@ class Lines:
 
 def _name(rows: int, how: dict[str, bool]) -> str:
     return json.dumps([rows, sorted(how.items())])
-
-
-def _on_device(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=PretendedGpu.device)
 
 
 def kinds_of_blocks(part: torch.nn.Module) -> Kinds:

@@ -1,0 +1,54 @@
+"""Tensors without memory, of which some have values all the same: those by which a model decides what to compute.
+
+How long a text is, say, is the sum of its mask. torch keeps such values of single numbers; here it does of more.
+"""
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
+
+aten = torch.ops.aten
+FEW = 2**22  # such as tokens of many rows, not their features
+FILLED = {
+    aten.zeros.default, aten.ones.default, aten.full.default,
+    aten.arange.default, aten.arange.start, aten.arange.start_step,
+}  # fmt: skip
+
+
+class KnownValues(FakeTensorMode):
+    """What is computed from known values alone is known too, until something unknown is written into it."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a model is given instead of `tensor`. Whole numbers are known, and zeros: they say that something is
+        absent."""
+        if _few(tensor) and (_whole(tensor) or not tensor.any()):
+            return self._known(tensor.clone(memory_format=torch.contiguous_format))
+        with self:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().dispatch(func, types, args, kwargs)
+        if func in FILLED and _few(out) and _whole(out):
+            with no_dispatch():
+                made = func(*args, **(kwargs or {}))
+            return self._known(made)
+        return out
+
+    def may_turn_const(self, t: torch.Tensor) -> bool:
+        return _few(t) and t.layout == torch.strided and not self.is_our_fake(t)
+
+    def _known(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.fake_tensor_converter.from_real_tensor(self, tensor, make_constant=True)
+
+
+def _few(tensor: torch.Tensor) -> bool:
+    return tensor.numel() <= FEW and tensor.device.type == "cpu"
+
+
+def _whole(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex()
