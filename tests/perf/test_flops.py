@@ -3,14 +3,14 @@ from unittest import mock
 
 import pytest
 import torch
-from diffusers import SD3Transformer2DModel
+from diffusers import Lumina2Transformer2DModel, SD3Transformer2DModel
 from tiny_models import tiny_sd3_transformer
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from verl_omni.config import DiffusionRolloutConfig
-from verl_omni.perf.flops import FlopMeter, count_flops, count_in_a_process
+from verl_omni.perf.flops import FlopMeter, count_flops, count_in_a_process, without_features
 from verl_omni.workers.diffusion_worker import DiffusionWorker
 from verl_omni.workers.layout import Layout
 
@@ -56,6 +56,22 @@ def test_costs_are_those_of_torchs_counter(monkeypatch):
     meter._thread.shutdown(wait=True)
     without_gradient, _ = counted
     assert meter.take() + 3 * count_flops(*without_gradient) == counter.get_total_flops()
+
+
+def test_a_model_that_looks_at_a_mask_is_counted():
+    """Lumina 2 asks how long a text is."""
+    config = dict(hidden_size=48, num_layers=1, num_refiner_layers=1, num_attention_heads=3, num_kv_heads=1,
+                  multiple_of=16, axes_dim_rope=(4, 6, 6), cap_feat_dim=8, in_channels=4)  # fmt: skip
+    module = Lumina2Transformer2DModel(**config)
+    mask = torch.ones(1, 5, dtype=torch.bool)
+    given = {"timestep": torch.ones(1), "encoder_attention_mask": mask, "return_dict": False}
+    given |= {"hidden_states": torch.randn(1, 4, 8, 8), "encoder_hidden_states": torch.randn(1, 5, 8)}
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        module(**given)
+    shapes = {k: without_features(v) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+    assert shapes["hidden_states"].is_meta and not shapes["encoder_attention_mask"].is_meta
+    counted = count_flops(Lumina2Transformer2DModel, dict(module.config), None, shapes, backward=False)
+    assert counted == counter.get_total_flops()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How much arithmetic the transformer does, counted by torch's own counter on the meta device: no time, no memory."""
+"""How much arithmetic the transformer does, counted by torch's own counter on tensors without memory."""
 
 import concurrent.futures
 import os
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from verl_omni.perf.known_values import KnownValues, is_telling
 from verl_omni.utils.call_signature import argument_names, by_name
 
 # Dense bfloat16 peaks by the vendors' data sheets, in FLOP/s.
@@ -66,17 +67,14 @@ class FlopMeter:
         key = (id(part), grad, _shapes(one_row))
         if key not in self._costs:
             adapter = getattr(part, "peft_config", {}).get("default")
-            empty = tree_map_only(torch.Tensor, _to_meta, one_row)
+            empty = tree_map_only(torch.Tensor, without_features, one_row)
             call = (_written_class(part), dict(part.config), adapter, empty, grad)
             self._costs[key] = self._thread.submit(count_in_a_process, call)
         self._rows[key] = self._rows.get(key, 0) + rows
 
 
 def count_in_a_process(call: tuple) -> float:
-    """`count_flops` apart from the training process.
-
-    Its default device would be that of every thread, and dynamo would compile what runs meanwhile anew, in pieces.
-    """
+    """`count_flops` apart from the training process, where one thread at a time can run python."""
     command = [sys.executable, "-m", "verl_omni.perf.flops"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, input=pickle.dumps(call), capture_output=True, env=environment)
@@ -98,13 +96,20 @@ def _first_row(value: Any, rows: int) -> Any:
 
 def count_flops(cls: type, config: dict[str, Any], adapter: Any, kwargs: dict[str, Any], backward: bool) -> float:
     """FLOPs of one call with tensors of these shapes; with `backward`, of its gradient too."""
+    from accelerate import init_empty_weights
+    from diffusers.models.modeling_utils import no_init_weights
+    from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    with torch.device("meta"), torch.set_grad_enabled(backward):
+    mode = KnownValues()
+    kwargs = tree_map_only(torch.Tensor, mode.like, kwargs)
+    with no_init_weights(), init_empty_weights():  # tables of positions are there
         twin = cls.from_config(config)
         if adapter is not None:
             twin.requires_grad_(False)
             twin.add_adapter(adapter)
+    with mode, sdpa_kernel(SDPBackend.MATH), torch.set_grad_enabled(backward):  # the counter knows its products
+        twin.to_empty(device="cpu")
         with FlopCounterMode(display=False) as counter:
             output = twin(**kwargs)
             if backward:
@@ -114,9 +119,10 @@ def count_flops(cls: type, config: dict[str, Any], adapter: Any, kwargs: dict[st
     return float(counter.get_total_flops())
 
 
-def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
-    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-    return torch.empty_like(tensor, device="meta", dtype=dtype)
+def without_features(tensor: torch.Tensor) -> torch.Tensor:
+    """A shape, and those values by which a model decides what to compute."""
+    tensor = tensor.detach().float() if tensor.is_floating_point() else tensor
+    return tensor.cpu() if is_telling(tensor) else torch.empty_like(tensor, device="meta")
 
 
 def _shapes(value: Any) -> Any:

@@ -24,30 +24,31 @@ class KnownValues(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What a model is given instead of `tensor`. Whole numbers are known, and zeros: they say that something is
-        absent."""
-        if _few(tensor) and (_whole(tensor) or not tensor.any()):
+        """What a model is given instead of `tensor`, which may be a shape alone, on the meta device."""
+        if tensor.device.type == "cpu" and is_telling(tensor):
             return self._known(tensor.clone(memory_format=torch.contiguous_format))
         with self:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().dispatch(func, types, args, kwargs)
-        if func in FILLED and _few(out) and _whole(out):
+        if func in FILLED and out.device.type == "cpu" and out.numel() <= FEW and _whole(out):
             with no_dispatch():
                 made = func(*args, **(kwargs or {}))
             return self._known(made)
         return out
 
     def may_turn_const(self, t: torch.Tensor) -> bool:
-        return _few(t) and t.layout == torch.strided and not self.is_our_fake(t)
+        ours = t.device.type == "meta" or self.is_our_fake(t)
+        return t.numel() <= FEW and t.layout == torch.strided and not ours
 
     def _known(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.fake_tensor_converter.from_real_tensor(self, tensor, make_constant=True)
 
 
-def _few(tensor: torch.Tensor) -> bool:
-    return tensor.numel() <= FEW and tensor.device.type == "cpu"
+def is_telling(tensor: torch.Tensor) -> bool:
+    """Whole numbers are known, and zeros: they say that something is absent."""
+    return tensor.numel() <= FEW and (_whole(tensor) or not tensor.any())
 
 
 def _whole(tensor: torch.Tensor) -> bool:
