@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_omni.agent_loop.rewriting import longest_that_fits, read_text
 from verl_omni.report.report import write_report
+from verl_omni.workers import diffusion_worker
 
 GENERATOR = "transformer/diffusion_pytorch_model.safetensors"
 
@@ -74,6 +75,26 @@ def test_one_of_them_learns(tmp_path, monkeypatch, train):
     assert is_as_it_was(tmp_path / "run") == ((True, False) if train == "rewriter" else (False, True))
     assert ("actor/loss" in told) == (train == "generator")
     assert ("actor/rewriter/loss" in told) == (train == "rewriter")
+
+
+@pytest.mark.parametrize("train", ["both", "rewriter", "generator"])
+def test_a_trial_of_the_micro_batch_counts_the_rewriter_and_leaves_out_who_does_not_learn(
+    tmp_path, monkeypatch, capfd, train
+):
+    told, find = [], diffusion_worker.find_micro_batch
+
+    def find_and_tell(engine, data, most, beside=0.0):
+        told.append(beside)
+        return find(engine, data, most, beside)
+
+    monkeypatch.setattr(diffusion_worker, "find_micro_batch", find_and_tell)
+    own = [f"{REWRITER}.train={train}", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=auto"]
+    run_here(settings(tmp_path / "run", *rewriting(*own, "trainer.total_training_steps=1")), tmp_path, monkeypatch)
+    trained = AutoModelForCausalLM.from_pretrained(language_model_folder(), dtype=torch.float32).parameters()
+    gradients = sum(p.nbytes for p in trained)
+    # of AdamW the state is twice that
+    assert told == {"both": [3 * gradients], "rewriter": [], "generator": [0.0]}[train]
+    assert ("Micro-batch: " in "".join(capfd.readouterr())) == (train != "rewriter")
 
 
 REWARD = """

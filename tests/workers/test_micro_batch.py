@@ -78,13 +78,14 @@ def engine_on(monkeypatch, device: PretendedDevice, most: float = math.inf, lora
 def with_memory(monkeypatch) -> None:
     """A GPU's, in place of the host's, which nobody looks at."""
     room = micro_batch._room
-    monkeypatch.setattr(micro_batch, "_room", lambda engine: room(SimpleNamespace(device=torch.device("cuda"))))
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(micro_batch, "_room", lambda engine, beside: room(on_gpu, beside))
 
 
-def trial(engine, most: int):
+def trial(engine, most: int, beside: float = 0.0):
     data = roll_out(engine, per_prompt=3)  # 18 pairs
     with engine.train_mode():
-        return find_micro_batch(engine, data, most)
+        return find_micro_batch(engine, data, most, beside)
 
 
 def test_candidates_are_whole_units():
@@ -120,6 +121,16 @@ def test_a_tenth_of_the_memory_stays_free(monkeypatch, a_row, found):
     engine = engine_on(monkeypatch, device)
     with_memory(monkeypatch)
     assert trial(engine, 18)[0] == found == max(device.tried)
+
+
+def test_what_another_model_will_take_is_counted():
+    """Of 10 GiB 9 may be taken: 1 is here for good, and eight rows take 4.8."""
+    for beside, found in ((0.0, 8), (3.0 * GIB, 8), (3.4 * GIB, 4)):
+        device = PretendedDevice(GIB, 0.6 * GIB)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            engine = engine_on(monkeypatch, device)
+            with_memory(monkeypatch)
+            assert trial(engine, 18, beside)[0] == found == max(device.tried)
 
 
 def test_where_others_have_the_memory_the_least_is_taken(monkeypatch):

@@ -295,11 +295,15 @@ class DiffusionWorker(Worker):
         most = math.ceil(len(self.engine.replay.pairs(batch)[0]) / mini_batches)
         self._peaks = self._peak_memory()
         with self.engine.train_mode():
-            self.engine.micro_batch_size, why = find_micro_batch(self.engine, batch, most)
+            self.engine.micro_batch_size, why = find_micro_batch(self.engine, batch, most, self._bytes_beside())
         self._say_micro_batch(why)
         get_torch_device().reset_peak_memory_stats()
         if self.flop_meter is not None:
             self.flop_meter.take()  # what was tried is no part of a step
+
+    def _bytes_beside(self) -> float:
+        """Of the device's memory, that another model will take while this one is trained, and has not yet."""
+        return 0.0
 
     def _say_micro_batch(self, why: str) -> None:
         if dist.get_rank() == 0:

@@ -10,6 +10,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 
 from verl_omni.perf.memory import names_memory_knobs
 from verl_omni.workers.diffusion_worker import BY_ROWS_TO_METRICS, DiffusionWorker
+from verl_omni.workers.engine.optimizer import gradients_to_come, state_to_come
 from verl_omni.workers.engine.replay import Batch
 from verl_omni.workers.losses import build_loss_function
 from verl_omni.workers.old_log_probs import OldLogProbs
@@ -56,6 +57,17 @@ class RewritingWorker(DiffusionWorker):
             metrics = super().update_actor(data)
         first, self._first_ratio = self._first_ratio, {}
         return metrics | first
+
+    def _find_micro_batch(self, data: DataProto) -> None:
+        if self.trains_generator:  # of one that stays as it is nothing goes backward, and there may be no room for that
+            super()._find_micro_batch(data)
+
+    def _bytes_beside(self) -> float:
+        engine = self.rewriter.engine
+        if not self.rewriter.is_trained:
+            return 0.0
+        state = 0.0 if engine.is_optimizer_offload_enabled else state_to_come(engine.optimizer, engine.optimizer_config)
+        return gradients_to_come(engine.optimizer) + state
 
     def _mini_batches(self, data: DataProto) -> list[Batch]:
         minis = super()._mini_batches(data)

@@ -46,11 +46,12 @@ def sizes(unit: int, most: int) -> Iterator[int]:
     yield max(unit, most)
 
 
-def find_micro_batch(engine: TrainingEngine, data: Batch, most: int) -> tuple[int, str]:
-    """(the number of pairs, why), the same on all ranks. `data` is as a forward takes it, `most` a mini-batch's."""
+def find_micro_batch(engine: TrainingEngine, data: Batch, most: int, beside: float = 0.0) -> tuple[int, str]:
+    """(the number of pairs, why), the same on all ranks. `data` is as a forward takes it, `most` a mini-batch's, and
+    `beside` the bytes of the device that another model will take."""
     # Later mini-batches are without the rollout's unconditional half, and compute more.
     data = columns.near({k: v for k, v in data.items() if k != "uncond_velocity"}, engine.device)
-    pairs, room, tried, end = _largest(engine, data), _room(engine), [], "a mini-batch has no more"
+    pairs, room, tried, end = _largest(engine, data), _room(engine, beside), [], "a mini-batch has no more"
     devices = [] if engine.device.type == "cpu" else [engine.device]
     # Compiled, each candidate would take minutes. As it is written a block takes more memory: what fits, fits compiled.
     with torch.random.fork_rng(devices, device_type=engine.device.type), torch.compiler.set_stance("force_eager"):
@@ -116,10 +117,10 @@ def _try(engine: TrainingEngine, data: Batch, pairs: tuple[torch.Tensor, ...], r
     return Tried(rows, *measured.tolist())
 
 
-def _room(engine: TrainingEngine) -> float:
-    """Bytes of the device that this process has or may have, but for what is to stay free."""
+def _room(engine: TrainingEngine, beside: float = 0.0) -> float:
+    """Bytes of the device that this process has or may have, but for what is to stay free or is for others."""
     if engine.device.type == "cpu":
         return math.inf
     device = get_torch_device()
     free, total = device.mem_get_info()
-    return max(1.0, free + device.memory_reserved() - FREE * total)
+    return max(1.0, free + device.memory_reserved() - FREE * total - beside)

@@ -69,6 +69,12 @@ def state_to_come(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> 
     return optimizer_ratio(config) * sum(local(p).nbytes for p in new)
 
 
+def gradients_to_come(optimizer: torch.optim.Optimizer) -> float:
+    """Bytes of those that there are not now. They stay from one step to the next."""
+    new = (p for group in optimizer.param_groups for p in group["params"] if p.grad is None)
+    return float(sum(local(p).nbytes for p in new))
+
+
 @functools.cache
 def _ratio(name: str, weight_decay: float) -> float:
     parameter = torch.nn.Parameter(torch.zeros(256, 256))
