@@ -1,5 +1,6 @@
 """`ppo_micro_batch_size_per_gpu=auto`: what the trial tries, what it takes, and that it leaves nothing behind."""
 
+import contextlib
 import functools
 import itertools
 import math
@@ -20,6 +21,7 @@ from engine_cases import (
 from ranks import start_ranks
 from tiny_models import tiny_checkpoint
 
+from verl_omni.workers import diffusion_worker
 from verl_omni.workers.engine import base, micro_batch
 from verl_omni.workers.engine.compile.blocks import compile_blocks
 from verl_omni.workers.engine.micro_batch import Tried, expected, fastest, find_micro_batch, sizes
@@ -86,6 +88,39 @@ def trial(engine, most: int, beside: float = 0.0):
     data = roll_out(engine, per_prompt=3)  # 18 pairs
     with engine.train_mode():
         return find_micro_batch(engine, data, most, beside)
+
+
+@pytest.mark.parametrize(
+    ("rows", "told", "most"),
+    [
+        (8, {}, 4),
+        (8, {"mini_batch_rows": [2, 2, 2, 2]}, 4),
+        (2, {"mini_batch_rows": [2]}, 4),
+        (6, {"mini_batch_rows": [4, 2]}, 8),
+    ],
+)
+def test_the_largest_mini_batch_is_the_most(monkeypatch, rows, told, most):
+    """Four of a whole batch, and fewer where rewards have failed: a pair at two levels is four rows."""
+    found = []
+    monkeypatch.setattr(diffusion_worker, "find_micro_batch", lambda *given: found.append(given[2]) or (1, ""))
+    engine = SimpleNamespace(
+        micro_batch_size=0,
+        before_update=lambda batch, anchors: batch,
+        replay=SimpleNamespace(pairs=lambda batch: (torch.arange(2 * rows), torch.zeros(2 * rows))),
+        train_mode=contextlib.nullcontext,
+    )
+    worker = SimpleNamespace(
+        engine=engine,
+        config=SimpleNamespace(data=SimpleNamespace(train_batch_size=8)),
+        actor_config=SimpleNamespace(ppo_mini_batch_size=2),
+        flop_meter=None,
+        _batch=lambda data: {},
+        _peak_memory=lambda: (0, 0),
+        _bytes_beside=lambda: 0.0,
+        _say_micro_batch=lambda why: None,
+    )
+    diffusion_worker.DiffusionWorker._find_micro_batch(worker, SimpleNamespace(meta_info=told))
+    assert found == [most]
 
 
 def test_candidates_are_whole_units():

@@ -292,7 +292,8 @@ class DiffusionWorker(Worker):
             return
         batch = self.engine.before_update(self._batch(data), {})
         mini_batches = self.config.data.train_batch_size // self.actor_config.ppo_mini_batch_size
-        most = math.ceil(len(self.engine.replay.pairs(batch)[0]) / mini_batches)
+        rows = data.meta_info.get("mini_batch_rows") or [1] * mini_batches  # fewer where samples are missing, or uneven
+        most = math.ceil(len(self.engine.replay.pairs(batch)[0]) * max(rows) / sum(rows))
         self._peaks = self._peak_memory()
         with self.engine.train_mode():
             self.engine.micro_batch_size, why = find_micro_batch(self.engine, batch, most, self._bytes_beside())
