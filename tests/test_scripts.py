@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hydra import compose, initialize_config_dir
-from tiny_models import tiny_checkpoint
+from tiny_models import tiny_adapter, tiny_checkpoint
 
 from verl_omni.cli import recipes
 from verl_omni.config import schema
@@ -71,9 +71,8 @@ def test_recipes_pass_every_check(script, data, monkeypatch, tmp_path):
     name, algorithm, rank = RECIPES[script]
     monkeypatch.setenv("MODEL_PATH", str(tiny_checkpoint()))
     monkeypatch.setenv("DATA_DIR", str(data))
-    (tmp_path / "teacher").mkdir()
-    (tmp_path / "teacher/pytorch_lora_weights.safetensors").touch()
-    monkeypatch.setenv("TEACHER", str(tmp_path / "teacher"))
+    teacher = tiny_adapter(tmp_path / "teacher", rank) if algorithm.startswith("opd") else tmp_path
+    monkeypatch.setenv("TEACHER", str(teacher))
     schema.register()
     with initialize_config_dir(str(recipes.FOLDER), version_base=None):
         search = "hydra.searchpath=[pkg://verl_omni.trainer.config]"

@@ -6,9 +6,12 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import diffusers
+import torch
 from diffusers import SD3Transformer2DModel
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model_state_dict
 
+from verl_omni.config import DiffusionModelConfig
 from verl_omni.testing.tiny_random import build_tiny_random
 
 
@@ -18,6 +21,20 @@ def tiny_checkpoint(pipeline_class: str = "QwenImagePipeline", seed: int = 0) ->
     root = tempfile.mkdtemp(prefix=f"tiny-{pipeline_class}-")
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     return build_tiny_random(pipeline_class, root, seed)
+
+
+def tiny_adapter(folder: Path, rank: int, pipeline_class: str = "QwenImagePipeline") -> Path:
+    """A LoRA of the tiny checkpoint in diffusers' format, with the architecture's own target modules."""
+    from verl_omni.pipelines.model_base import DiffusionModelBase
+
+    model = DiffusionModelConfig(path=str(tiny_checkpoint(pipeline_class)))
+    adapter = DiffusionModelBase.get_class(model)
+    module = adapter.load_module(model, torch.float32)
+    module.add_adapter(LoraConfig(r=rank, target_modules=list(adapter.lora_target_modules)))
+    state = get_peft_model_state_dict(module)
+    pipeline = getattr(diffusers, pipeline_class)
+    pipeline.save_lora_weights(folder, transformer_lora_layers=state)
+    return folder
 
 
 def tiny_sd3_transformer(adapted: tuple[str, ...] = ("attn.to_q",), **config) -> SD3Transformer2DModel:

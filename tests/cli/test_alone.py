@@ -6,7 +6,7 @@ import sys
 import pytest
 from composed import composed
 from hydra import compose, initialize_config_dir
-from tiny_models import tiny_checkpoint
+from tiny_models import tiny_adapter, tiny_checkpoint
 from tiny_runs import tiny_settings
 
 from verl_omni.cli import check, overfit, recipes
@@ -88,11 +88,11 @@ def test_a_shipped_recipe_can_be_tried_alone(here, monkeypatch, name):
     of_recipes["REWARD_ADDRESS"] = "127.0.0.1:1"
     for variable, value in of_recipes.items():
         monkeypatch.setenv(variable, str(value))
-    (here / "teacher").mkdir()
-    (here / "teacher/pytorch_lora_weights.safetensors").touch()  # it is not read before a run
     schema.register()
     with initialize_config_dir(str(recipes.FOLDER), version_base=None):
         config = compose(name, SMALL)
+    if config.actor_rollout_ref.actor.teacher.path is not None:
+        tiny_adapter(here / "teacher", config.actor_rollout_ref.model.lora_rank)
     run = prepared(config.copy())
     assert check.one_image(config, run).data.val_max_samples == 1
     assert overfit.one_prompt(config, run, steps=2)[0].data.train_batch_size == 1

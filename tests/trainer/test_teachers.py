@@ -151,7 +151,7 @@ def test_what_cannot_teach_is_refused_in_one_line(tmp_path):
     algorithm, lora = f"{MODEL}.algorithm=opd", f"{MODEL}.lora_rank=4"
     assert f"set {TEACHER}.path to the folder" in refused(algorithm)
     assert "is no folder" in refused(algorithm, f"{TEACHER}.path=/nowhere")
-    assert "holds no LoRA weights" in refused(algorithm, lora, f"{TEACHER}.path={tiny_checkpoint()}")
+    assert "holds no LoRA weights" in refused(algorithm, lora, f"{TEACHER}.path={tmp_path}")
     assert "holds no transformer/*.safetensors" in refused(algorithm, f"{TEACHER}.path={tmp_path}")
     same = f"{TEACHER}.path={tiny_checkpoint()}"
     assert "coef=2.0 has no effect" in refused(algorithm, same, f"{TEACHER}.coef=2.0")
@@ -165,8 +165,8 @@ def test_what_cannot_teach_is_refused_in_one_line(tmp_path):
     scheduler = other / "scheduler/scheduler_config.json"
     scheduler.write_text(json.dumps(json.loads(scheduler.read_text()) | {"shift_terminal": 0.3}))
     line = refused(algorithm, f"{TEACHER}.path={other}")
-    assert "steps at other timesteps or sigmas than the student" in line
+    assert "steps at other timesteps or sigmas than the trained model" in line
     sd3 = tiny_checkpoint("StableDiffusion3Pipeline")
-    assert "is a StableDiffusion3Pipeline, and the student a QwenImagePipeline" in refused(
+    assert "is a SD3Transformer2DModel, and the trained model a QwenImageTransformer2DModel" in refused(
         algorithm, f"{TEACHER}.path={sd3}"
     )

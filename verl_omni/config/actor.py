@@ -286,14 +286,24 @@ class RefVeOmniConfig:
 
 @dataclass
 class DiffusionRefConfig:
-    log_prob_micro_batch_size_per_gpu: int | None = knob(
-        None, "pairs in one no-grad forward; null: the actor's", least=1, most=MOST_PROMPTS
+    path: str | None = knob(
+        None,
+        "folder of a reference of your own: LoRA weights for LoRA training, or a model or an export; null: the model "
+        "that training began with (with LoRA: the one without it)",
     )
-    param_offload: bool = knob(False, "full fine-tuning: keep the reference copy in CPU memory when it is not used")
+    log_prob_micro_batch_size_per_gpu: int | None = knob(
+        None, "pairs in one no-grad forward; null: the actor's", least=1, most=MOST_PROMPTS, may_change=True
+    )
+    param_offload: bool = knob(
+        False,
+        "full fine-tuning, or a reference of your own: keep it in CPU memory when it is not used",
+        may_change=True,
+    )
     precision: str | None = knob(
         None,
         "fp8: the reference's means in 8 bits, compared with those that drew, which had 8 bits too; null: as training",
         choices=PRECISIONS,
         needs="actor_rollout_ref.rollout.precision=fp8",
+        may_change=True,
     )
     veomni_config: RefVeOmniConfig = knob(RefVeOmniConfig, "")

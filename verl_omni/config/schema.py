@@ -60,7 +60,7 @@ class ActorRolloutRefConfig:
     model: DiffusionModelConfig = field(default_factory=_model_config)
     actor: DiffusionActorConfig = knob(DiffusionActorConfig, "")
     rollout: DiffusionRolloutConfig = knob(DiffusionRolloutConfig, "")
-    ref: DiffusionRefConfig = knob(DiffusionRefConfig, "", may_change=True)
+    ref: DiffusionRefConfig = knob(DiffusionRefConfig, "")
     rewriter: RewriterConfig = knob(RewriterConfig, "")
     hybrid_engine: bool = knob(
         True,

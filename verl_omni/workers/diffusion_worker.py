@@ -111,7 +111,8 @@ class DiffusionWorker(Worker):
         self.flop_meter = FlopMeter(self.engine.parts.values()) if self.peak_flops else None
         self.flops: dict[str, float | None] = {}
         if self.loss_function.needs_reference:
-            self.engine.keep_reference(self.ref_config.param_offload)
+            own = {} if self.ref_config.path is None else {"path": self.ref_config.path}
+            self.engine.keep_reference(self.ref_config.param_offload, **own)
         if self.loss_function.needs_teacher:
             keep_teachers(self.engine, self.actor_config.teacher.path)
         if follows_old_policy(self.model_config.algorithm, self.actor_config):

@@ -16,6 +16,7 @@ RUN_DIR = "trainer.default_local_dir"
 # Beside what may be a name on the hub. What they name is there before a run.
 FILES = (
     "actor_rollout_ref.actor.teacher.path",
+    "actor_rollout_ref.ref.path",
     "actor_rollout_ref.rollout.http.token_file",
     "reward.custom_reward_function.path",
     "reward.reward_manager.module.path",

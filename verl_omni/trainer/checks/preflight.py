@@ -17,6 +17,7 @@ from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.settings import check_size
 from verl_omni.trainer.callbacks import callback_class
 from verl_omni.trainer.checks.correction import without_weights
+from verl_omni.trainer.checks.frozen import check_weights
 from verl_omni.trainer.checks.preparation import prepare_config
 from verl_omni.trainer.checks.workers import check_even
 from verl_omni.trainer.run_folder.resuming import Start, plan_start
@@ -32,6 +33,7 @@ def preflight(config: DictConfig) -> DictConfig:
     config = prepare_config(config)
     for spec in config.trainer.callbacks:
         callback_class(spec)  # raises where it cannot be one
+    check_weights(OmegaConf.to_object(config))
     check_data(config)
     if config.algorithm.sample_source == "online":
         check_agent_loops(config)

@@ -36,6 +36,7 @@ from verl_omni.pipelines.schedulers.windows import check_window
 from verl_omni.pipelines.settings import check_size, check_steps
 from verl_omni.rewards.choice import read_choices, weighted
 from verl_omni.trainer.checks.correction import check_correction_fits, fill_correction
+from verl_omni.trainer.checks.frozen import check_reference
 from verl_omni.trainer.checks.groups import check_branches, check_filter, check_pairwise, check_pool
 from verl_omni.trainer.checks.hub_names import pinned_names, with_names
 from verl_omni.trainer.checks.machines import check_variables, with_absolute_paths
@@ -176,6 +177,7 @@ def _check(settings: DiffusionTrainerConfig) -> None:
     check_pool(settings)
     check_precision(settings)
     check_teacher(settings)
+    check_reference(settings)
     check_rewriter(settings)
     _check_numbers(settings)
     _check_best(settings)

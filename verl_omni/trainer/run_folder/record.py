@@ -25,6 +25,7 @@ NOT_COMPARED = (f"{ARR}model.pipeline", f"{ARR}model.algo", f"{ARR}model.revisio
 CONTENT = (
     *(f"{ARR}model.{name}" for name in ("path", "lora_path", "config_path", "tokenizer_path")),
     f"{ARR}actor.teacher.path",
+    f"{ARR}ref.path",
     f"{ARR}rewriter.path",
     *("data.train_files", "reward.custom_reward_function.path", "reward.reward_manager.module.path"),
 )

@@ -25,7 +25,7 @@ from verl_omni.config import (
 )
 from verl_omni.perf.memory import names_memory_knobs
 from verl_omni.pipelines.model_base import DiffusionModelBase
-from verl_omni.workers.engine import checkpoint_io
+from verl_omni.workers.engine import checkpoint_io, frozen
 from verl_omni.workers.engine.checkpoint_io import Writing
 from verl_omni.workers.engine.compile.attention import attention_choice
 from verl_omni.workers.engine.compile.attention_trial import best_attention, shape_of
@@ -84,6 +84,7 @@ class DiffusionEngine(Passes):
         self.ema_decay = 0.0
         self.changes = 0  # of what a checkpoint holds
         self.writing: Writing | None = None
+        self.models, self.weights_from = {}, None
         self._replay = replay
 
     # ---- construction --------------------------------------------------------------------------------
@@ -107,7 +108,7 @@ class DiffusionEngine(Passes):
             compile_blocks(self.parts)
         if self.layout.is_spread:  # a single rank has nothing to share: it trains the module as it is
             self.spread()
-        fill_module(self.module, self.model_config, self.device, self.model_dtype)
+        fill_module(self.module, self.model_config, self.device, self.model_dtype, self.weights_from)
         folds = GatheredLora if self.layout.is_spread else FoldedLora
         self.folded_lora = folds(self.parts.values()) if self._folds_lora() else None
         self.parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
@@ -168,8 +169,10 @@ class DiffusionEngine(Passes):
     def rounds_like_rollout(self) -> bool:
         return rounds_alike(self.dtype, self.compiled, self.folded_lora is not None, self.device)
 
-    def keep_reference(self, offload: bool = False) -> None:
-        if self.model_config.lora_rank == 0:
+    def keep_reference(self, offload: bool = False, path: str | None = None) -> None:
+        if path is not None:
+            frozen.keep(self, "reference", path, "actor_rollout_ref.ref.path", offload)
+        elif self.model_config.lora_rank == 0:
             self.policies.keep("reference", offload, fixed=True)
 
     def keep_ema(self, decay: float) -> None:
@@ -203,12 +206,18 @@ class DiffusionEngine(Passes):
     def policy(self, name: str) -> Iterator[None]:
         if name == "current":
             yield
-        elif name == "reference" and self.model_config.lora_rank > 0:
+        elif name in self.models:
+            with frozen.standing_in(self, self.models[name]):
+                yield
+        elif name == "reference" and name not in self.policies:  # of a LoRA
             with self.disable_adapter():
                 yield
         else:
             with self.policies.swapped_in(name):
                 yield
+
+    def knows(self, name: str) -> bool:
+        return name in self.policies or name in self.models
 
     @contextlib.contextmanager
     def disable_adapter(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """The module that is trained and rolled out, as training and rollout processes build it alike."""
 
 import contextlib
+import dataclasses
 
 import torch
 
@@ -40,13 +41,18 @@ def build_module(
 
 
 def fill_module(
-    module: torch.nn.Module, model_config: DiffusionModelConfig, device: torch.device, dtype: torch.dtype
+    module: torch.nn.Module,
+    model_config: DiffusionModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    folder: str | None = None,
 ) -> None:
-    """Read the model's weights, this rank's part of each, straight to `device`."""
+    """Read the model's weights, this rank's part of each, straight to `device`. `folder`: those of another one."""
     adapter = DiffusionModelBase.get_class(model_config)
+    source = model_config if folder is None else dataclasses.replace(model_config, path=folder)
     if not adapter.loads_whole():
         for name, part in adapter.trained_modules(module).items():
-            fill(part, adapter.named_tensors(model_config, name), device, dtype, stored_name=base_name)
+            fill(part, adapter.named_tensors(source, name), device, dtype, stored_name=base_name)
     nowhere = [name for name, parameter in module.named_parameters() if parameter.is_meta]
     if nowhere:
         raise ValueError(f"{adapter.__name__}.build_module has {nowhere[0]}, which is in none of its trained_modules")

@@ -11,6 +11,7 @@ from verl_omni.utils.errors import RunError
 from verl_omni.workers.columns import stacked
 from verl_omni.workers.engine.policies import policy_at
 from verl_omni.workers.engine.replay import Batch, Replay
+from verl_omni.workers.engine.teachers import kept_teachers
 
 NO_GRADIENT = (
     "the reward of a predicted image has no gradient, which actor_rollout_ref.model.algorithm=draft follows: take "
@@ -93,8 +94,7 @@ class NoiseLevels(Replay):
     def _asked(self, data: Batch, policy: str, versions: Sequence[int]) -> list[tuple[str, torch.Tensor]]:
         """The policies that a name stands for, each with the samples that ask for it."""
         if policy == TEACHER:
-            names = [name for name in self.engine.policies.copies if name.startswith(f"{TEACHER} ")]
-            return [(name, data[TEACHER] == number) for number, name in enumerate(names)]
+            return [(name, data[TEACHER] == number) for number, name in enumerate(kept_teachers(self.engine))]
         if versions:
             return [(policy_at(policy, version), data["drawn_by"] == version) for version in versions]
         return [(policy, torch.ones(len(data["sigma"]), dtype=torch.bool))]

@@ -5,7 +5,7 @@ while. With LoRA that is a few megabytes, and the reference is the model with it
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from verl.utils.device import get_torch_device
@@ -57,10 +57,10 @@ class Policies:
             self.fixed.add(name)
 
     @torch.no_grad()
-    def keep_frozen(self, name: str, weights: dict[str, torch.Tensor]) -> None:
-        """Remember these weights, whole tensors, under this name, laid out as the trained ones are."""
-        copied = host_copy if self.offload else torch.clone
-        self.copies[name] = {k: copied(shard_like(weights[k], p)) for k, p in self.parameters.items()}
+    def keep_frozen(self, name: str, read: Mapping[str, Callable[[], torch.Tensor]], offload: bool = False) -> None:
+        """Remember what is read, a whole tensor at a time, under this name, laid out as the trained weights are."""
+        copied = host_copy if self.offload or offload else torch.clone
+        self.copies[name] = {k: copied(shard_like(read[k]().to(p.dtype), p)) for k, p in self.parameters.items()}
         self.fixed.add(name)
 
     def remember(self, name: str, most: int) -> None:

@@ -53,6 +53,10 @@ class TrainingEngine(BaseEngine, ABC):
     parts: dict[str, torch.nn.Module]
     parameters: dict[str, torch.nn.Parameter]
     policies: Policies
+    #: frozen policies with a module of their own, each in an engine that is only asked
+    models: dict[str, "TrainingEngine"]
+    #: the folder of other weights than the model's own
+    weights_from: str | None
     #: how samples become forwards
     replay: Replay
     optimizer: torch.optim.Optimizer
@@ -149,8 +153,11 @@ class TrainingEngine(BaseEngine, ABC):
         """Build the module, spread it, fill it; then the optimizer and the learning-rate schedule."""
 
     @abstractmethod
-    def keep_reference(self, offload: bool = False) -> None:
-        """Full fine-tuning: remember the starting weights. With LoRA the reference is the model without adapters."""
+    def keep_reference(self, offload: bool = False, path: str | None = None) -> None:
+        """Full fine-tuning: remember the starting weights. With LoRA the reference is the model without adapters.
+
+        `path` is the folder of another reference: of an adapter, or of a whole model.
+        """
 
     @abstractmethod
     def keep_ema(self, decay: float) -> None:
@@ -171,6 +178,10 @@ class TrainingEngine(BaseEngine, ABC):
     @abstractmethod
     def policy(self, name: str) -> AbstractContextManager[None]:
         """Forward passes inside use the policy of that name: current, reference, ema, old."""
+
+    @abstractmethod
+    def knows(self, name: str) -> bool:
+        """Whether a policy of that name is kept."""
 
     @abstractmethod
     def whole(self, precision: str | None = None) -> AbstractContextManager[None]:

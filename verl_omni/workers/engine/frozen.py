@@ -1,0 +1,145 @@
+"""Frozen policies that are read from a folder: a reference or teachers of the user's own.
+
+What fits in the place of the trained weights is a copy that is swapped in (`policies.py`): an adapter beside an adapter
+of the same base, a model beside a model. A whole model beside a LoRA, or one of another depth, is a module of its own.
+"""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from verl_omni.config import DiffusionModelConfig
+from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.pipelines.utils import read_component_config
+from verl_omni.workers.engine.protocol import TrainingEngine
+
+Stored = dict[torch.nn.Parameter, Callable[[], torch.Tensor]]
+# What two transformers that see and give the same may differ in.
+DEPTH = ("num_layers", "num_single_layers")
+
+
+def is_model(folder: Path, model: DiffusionModelConfig) -> bool:
+    """Whether the folder holds all weights of a transformer."""
+    return any((folder / model.transformer_subfolder).glob("*.safetensors"))
+
+
+def own_config(folder: Path, model: DiffusionModelConfig) -> DiffusionModelConfig | None:
+    """How the folder's model is built as a module of its own; None where it can take the trained one's place."""
+    if not is_model(folder, model):
+        return None
+    deeper = bool(_depth(folder, model))
+    if not (model.lora_rank or deeper):
+        return None
+    return dataclasses.replace(
+        model,
+        lora_rank=0,
+        lora_path=None,
+        target_modules=None,
+        load_format="auto",
+        config_path=str(folder) if deeper else model.config_path,
+    )
+
+
+def _depth(folder: Path, model: DiffusionModelConfig) -> dict[str, int]:
+    """What of its own config is deeper or shallower than the trained model's."""
+    if not (folder / model.transformer_subfolder / "config.json").is_file():
+        return {}
+    theirs = read_component_config(str(folder), model.transformer_subfolder)
+    own = read_component_config(model.config_path or model.path, model.transformer_subfolder)
+    return {name: theirs[name] for name in DEPTH if name in theirs and theirs[name] != own.get(name)}
+
+
+def keep(engine: TrainingEngine, name: str, folder: str, setting: str, offload: bool = False) -> None:
+    """The policy of that name, from now on."""
+    place = Path(folder).expanduser()
+    config = own_config(place, engine.model_config)
+    if config is not None:
+        engine.models[name] = built(engine, config, place, offload)
+        return
+    read = stored(engine.model_config, engine.parts, place, setting)
+    engine.policies.keep_frozen(name, {n: read[p] for n, p in engine.parameters.items()}, offload)
+
+
+def built(
+    like: TrainingEngine, config: DiffusionModelConfig, folder: Path, offload: bool = False
+) -> TrainingEngine:
+    """A second engine that is only ever asked, laid out as the first, in the dtype that it computes in."""
+    common = dataclasses.replace(
+        like.common,
+        model_dtype=str(like.dtype).removeprefix("torch."),
+        compile_ahead=False,
+        fold_lora=None,
+        param_offload=like.common.param_offload or offload,
+    )
+    engine = type(like)(
+        config, like.engine_config, like.optimizer_config, like.checkpoint_config, type(like.replay), common
+    )
+    engine.weights_from = str(folder)
+    engine.initialize()
+    engine.module.eval()
+    return engine
+
+
+@contextlib.contextmanager
+def standing_in(engine: TrainingEngine, other: TrainingEngine) -> Iterator[None]:
+    """Forward passes of `engine` inside go through the other's module."""
+    own = engine.module
+    with contextlib.nullcontext() if other is engine else other.eval_mode():
+        engine.module = other.module
+        try:
+            yield
+        finally:
+            engine.module = own
+            other.settle()
+
+
+def stored(model: DiffusionModelConfig, parts: Mapping[str, torch.nn.Module], folder: Path, setting: str) -> Stored:
+    """For each trained parameter what reads its value in that folder, or one line that says what does not fit."""
+    lora, found = model.lora_rank > 0, {}
+    for part_name, part in parts.items():
+        shapes, read = _adapter(model, folder, parts, part_name) if lora else _model(model, folder, part_name)
+        for name, parameter in part.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            key = name.replace(".default.", ".") if lora else name
+            if shapes.get(key) != tuple(parameter.shape):
+                seen = f"shape {shapes[key]}" if key in shapes else "nothing"
+                same = "architecture, lora_rank and target_modules" if lora else "architecture"
+                raise ValueError(
+                    f"{setting}={folder} has {seen} for {part_name}.{name}, and the trained model shape "
+                    f"{tuple(parameter.shape)}: expected weights of the same {same}"
+                )
+            found[parameter] = lambda key=key, read=read: read(key)
+    return found
+
+
+Reader = tuple[Mapping[str, tuple[int, ...]], Callable[[str], torch.Tensor]]
+
+
+def _model(model: DiffusionModelConfig, folder: Path, part: str) -> Reader:
+    """Tensor by tensor: nobody holds the whole."""
+    adapter = DiffusionModelBase.get_class(model)
+    there = dataclasses.replace(model, path=str(folder), load_format="auto")
+    tensors = adapter.named_tensors(there, part)
+    return tensors.shapes, lambda name: tensors.read(name, ())
+
+
+def _adapter(model: DiffusionModelConfig, folder: Path, parts: Mapping[str, torch.nn.Module], part: str) -> Reader:
+    """B is scaled, where it was trained with another alpha."""
+    from safetensors import safe_open
+
+    from verl_omni.workers.engine.export import LORA_FILE, lora_folder, read_lora
+
+    state = read_lora(model, str(folder), parts, part)
+    file, told = Path(lora_folder(str(folder), parts, part), LORA_FILE), {}
+    if file.is_file():
+        with safe_open(file, "pt") as opened:
+            told = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
+    alpha = told.get("transformer.lora_alpha")
+    scale = 1.0 if alpha is None else alpha / model.lora_alpha
+    shapes = {name: tuple(value.shape) for name, value in state.items()}
+    return shapes, lambda name: state[name] * scale if ".lora_B." in name else state[name]
