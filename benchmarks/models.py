@@ -79,7 +79,11 @@ LTX2_VAE = {
 WAN_A14B = WAN_1_3B | {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}
 
 
-_miniature = False
+# What is left of a transformer in few layers: of each kind one or two.
+FEW_LAYERS = {
+    "num_layers": 2, "num_single_layers": 1, "n_layers": 2, "n_refiner_layers": 1, "dual_attention_layers": [0],
+}  # fmt: skip
+_miniature = _few_layers = False
 
 
 @contextlib.contextmanager
@@ -91,6 +95,17 @@ def in_miniature() -> Iterator[None]:
         yield
     finally:
         _miniature = False
+
+
+@contextlib.contextmanager
+def in_few_layers() -> Iterator[None]:
+    """Folders made inside have models of the real widths, which a CPU can run, slowly: whether all fits together."""
+    global _few_layers
+    _few_layers = True
+    try:
+        yield
+    finally:
+        _few_layers = False
 
 
 def sd35_medium(out: Path, t5: bool = False, transformer: dict[str, Any] = SD35_MEDIUM) -> Path:
@@ -300,4 +315,7 @@ def _update(path: Path, values: dict[str, Any]) -> None:
     """What a pipeline consists of is the same in miniature, and the size of its parts is not."""
     if _miniature and path.name == "config.json":
         return
-    path.write_text(json.dumps(json.loads(path.read_text()) | values, indent=1))
+    config = json.loads(path.read_text()) | values
+    if _few_layers and path.parent.name.startswith("transformer"):
+        config |= {name: few for name, few in FEW_LAYERS.items() if config.get(name)}
+    path.write_text(json.dumps(config, indent=1))

@@ -11,20 +11,24 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.run import WORKS, settings
+from benchmarks.side_by_side import NOBODY_ELSE, Turns
 
 
-def profiled(work: str, images: int, out: Path, overrides: list[str]) -> None:
-    """The update of the third step: the first two compile, and fill the caches."""
+def profiled(
+    work: str, images: int, out: Path, overrides: list[str], turns: Turns = NOBODY_ELSE
+) -> dict[str, float]:
+    """Seconds of the third step's stages, whose update is profiled: the first two compile, and fill the caches."""
     from verl_omni.perf.step_profile import StepProfile
     from verl_omni.testing.local_trainer import local_config, local_trainer
 
     with tempfile.TemporaryDirectory() as folder:
         given = [*settings(WORKS[work], images, Path(folder)), "trainer.total_training_steps=3", *overrides]
-        trainer = local_trainer(local_config(given))
-        pace, update = trainer.new_pace(), trainer.actor_wg.update_actor
-        for _ in range(2):
-            trainer.training_step(pace, {})
-            trainer.global_step += 1
+        with turns.together():
+            trainer = local_trainer(local_config(given))
+            pace, update = trainer.new_pace(), trainer.actor_wg.update_actor
+            for _ in range(2):
+                trainer.training_step(pace, {})
+                trainer.global_step += 1
 
         def watched(batch):
             profile = StepProfile(trainer.actor_wg.engine.device)
@@ -35,9 +39,10 @@ def profiled(work: str, images: int, out: Path, overrides: list[str]) -> None:
 
         trainer.actor_wg.update_actor = watched
         timing: dict[str, float] = {}
-        trainer.training_step(pace, timing)
+        with turns.alone():
+            trainer.training_step(pace, timing)
     print((out / "profile.txt").read_text())
-    print({stage: round(value, 3) for stage, value in timing.items()})
+    return {stage: round(value, 3) for stage, value in timing.items()}
 
 
 def main() -> None:
@@ -47,7 +52,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the profile")
     options, overrides = parser.parse_known_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    profiled(options.work, options.images or WORKS[options.work].images, options.out, overrides)
+    print(profiled(options.work, options.images or WORKS[options.work].images, options.out, overrides))
 
 
 if __name__ == "__main__":

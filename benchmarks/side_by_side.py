@@ -62,18 +62,21 @@ class Setting:
     gib: float
     work: Callable[..., dict[str, Any]]
     given: tuple[Any, ...]
-    seconds: float = 240.0
+    seconds: float = 300.0
 
 
 def run_all(settings: list[Setting], folder: Path, gib: float, seconds: float, at_once: int = 4) -> dict[str, Any]:
     """In this order, whatever fits beside those that run. One that fails, or takes too long, leaves the others alone.
 
     All figures are written to `folder/found.json` after each. What each prints goes to a file of its own there. None is
-    begun once the seconds are up, and those that run are ended.
+    begun once the seconds are up, and those that run are ended. What an earlier call has found there is kept, and not
+    measured again: the next one goes on with what is missing.
     """
     began = time.monotonic()
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    waiting, running, found = list(settings), {}, {}
+    before = json.loads((folder / "found.json").read_text()) if (folder / "found.json").exists() else {}
+    found = {name: figures for name, figures in before.items() if "error" not in figures}
+    waiting, running = [setting for setting in settings if setting.name not in found], {}
     while waiting or running:
         left = seconds - (time.monotonic() - began)
         for setting in list(waiting):
@@ -88,7 +91,7 @@ def run_all(settings: list[Setting], folder: Path, gib: float, seconds: float, a
                 break  # nobody overtakes one that is worth more
         if left <= 0:
             found |= {setting.name: {"error": "not begun: the time was up"} for setting in waiting}
-            (folder / "found.json").write_text(json.dumps(found, indent=1))
+            _keep(folder, found)
             waiting.clear()
         time.sleep(0.1)
         for process, (setting, since) in list(running.items()):
@@ -105,9 +108,16 @@ def run_all(settings: list[Setting], folder: Path, gib: float, seconds: float, a
             found[setting.name] = json.loads(answer.read_text()) if answer.exists() else {
                 "error": f"ended after {took:.0f} s" if late else f"exit code {process.exitcode}"}  # fmt: skip
             found[setting.name]["all in all s"] = took
-            (folder / "found.json").write_text(json.dumps(found, indent=1))
+            _keep(folder, found)
             print(f"[{time.monotonic() - began:4.0f} s] {setting.name}: {_short(found[setting.name])}", flush=True)
     return found
+
+
+def _keep(folder: Path, found: dict[str, Any]) -> None:
+    """Whole or not at all: this process may be killed at any time."""
+    unfinished = folder / "found.tmp"
+    unfinished.write_text(json.dumps(found, indent=1))
+    unfinished.replace(folder / "found.json")
 
 
 def _short(figures: dict[str, Any]) -> str:

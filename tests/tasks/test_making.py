@@ -1,5 +1,6 @@
 """A generator is made for a task, and a run learns on it: on a CPU, in miniature."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -35,7 +36,15 @@ def test_a_generator_says_how_it_was_made(folder):
 
 def test_another_goes_on_where_it_ended(folder, tmp_path):
     task = find_task("scenes")
-    made = make_generator(task, tmp_path / "more", SMALL, seconds=60, target=0.6, begun=folder / "model")
+    turns = []
+
+    @contextlib.contextmanager
+    def turn():
+        yield
+        turns.append(1)
+
+    made = make_generator(task, tmp_path / "more", SMALL, 60, target=0.6, begun=folder / "model", turn=turn)
+    assert len(turns) > SMALL.steps  # and when it is scored
     places = (folder / "model", made)
     before, after = ({part: weights(place, part) for part in ("vae", "transformer")} for place in places)
     assert all(torch.equal(after["vae"][name], tensor) for name, tensor in before["vae"].items())

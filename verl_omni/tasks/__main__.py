@@ -8,7 +8,6 @@ The last line is the command that trains it.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -32,7 +31,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a generator that a CPU trains in seconds")
     options = parser.parse_args()
     from verl_omni.tasks import find_task
-    from verl_omni.tasks.generator import SMALL, make_generator, size_of
+    from verl_omni.tasks.generator import SMALL, make_generator, size_of, write_rows
 
     task = find_task(options.task)
     size = SMALL if options.small else size_of(task)
@@ -41,9 +40,7 @@ def main() -> None:
         make_generator(task, options.folder / "model", *given)
     except (FileExistsError, NotADirectoryError) as error:
         sys.exit(f"error: {error}")
-    for split in ("train", "val"):
-        lines = [json.dumps(row) + "\n" for row in task.rows(split)]
-        (options.folder / f"{split}.jsonl").write_text("".join(lines))
+    write_rows(task, options.folder)
     recipe = Path(__file__).with_name(f"{options.task}.yaml")
     print(
         f"verl-omni train {recipe} actor_rollout_ref.model.path={options.folder}/model "

@@ -7,6 +7,7 @@ tell words apart. Training ends early on purpose: what the generator cannot draw
 import contextlib
 import copy
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +32,8 @@ LATENT_CHANNELS = 8
 CLEAR = 0.97  # what drawn pictures have to score through the VAE
 HEAD = 32
 COOLING = 0.4  # of the time, at its end: the learning rate goes to 0
+# Around every step: who shares the device with others may have to wait for a turn.
+Turn = Callable[[], contextlib.AbstractContextManager]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +75,7 @@ def make_generator(
     target: float,
     seed: int = 0,
     begun: Path | None = None,
+    turn: Turn = contextlib.nullcontext,
 ) -> Path:
     """Train one into the folder `out`, until it scores `target` on prompts to train with or `seconds` have passed.
 
@@ -83,11 +87,18 @@ def make_generator(
         raise NotADirectoryError(f"{begun} holds no model: expected a folder that this command has made")
     with made_whole(out) as folder:
         with rounded_products():
-            pipeline, reached = trained(task, size, seconds, target, seed, begun)
+            pipeline, reached = trained(task, size, seconds, target, seed, begun, turn)
         pipeline.to("cpu", torch.float16).save_pretrained(folder)
         made = {"task": task.NAME, "seed": seed, **dataclasses.asdict(size), "target": target, **reached}
         write_recipe(folder, made)
     return out
+
+
+def write_rows(task: ModuleType, folder: Path) -> None:
+    """The prompts of a task, to train with and held out."""
+    for split in ("train", "val"):
+        lines = [json.dumps(row) + "\n" for row in task.rows(split)]
+        (folder / f"{split}.jsonl").write_text("".join(lines))
 
 
 @contextlib.contextmanager
@@ -102,7 +113,7 @@ def rounded_products() -> Iterator[None]:
 
 
 def trained(
-    task: ModuleType, size: Size, seconds: float, target: float, seed: int, begun: Path | None
+    task: ModuleType, size: Size, seconds: float, target: float, seed: int, begun: Path | None, turn: Turn
 ) -> tuple["QwenImagePipeline", dict[str, float]]:
     """(the pipeline, how far it has come)."""
     began = time.monotonic()
@@ -113,12 +124,14 @@ def trained(
     images = pictures[:, :, None].float() / 127.5 - 1
     speed_up_single_frames(pipeline.vae)
     for _ in range(size.vae_rounds if begun is None else 0):
-        train_vae(pipeline, images, size)
-        kept = fidelity(pipeline, task, images[: size.score_pictures], [truth for _, truth in asked])
+        train_vae(pipeline, images, size, turn)
+        with turn():
+            kept = fidelity(pipeline, task, images[: size.score_pictures], [truth for _, truth in asked])
         print(f"{time.monotonic() - began:.0f} s: through the VAE what is drawn scores {kept:.3f}", flush=True)
         if kept >= CLEAR:
             break
-    latents = encode(pipeline.vae, images)
+    with turn():
+        latents = encode(pipeline.vae, images)
     drawing_began = time.monotonic()
 
     reached: dict[str, float] = {}
@@ -127,13 +140,14 @@ def trained(
         return max(0.0, 1 - (time.monotonic() - drawing_began) / seconds)
 
     def enough(step: int, loss: float) -> bool:
-        counted, graded = score(pipeline, task, size.score_pictures, seed)
+        with turn():
+            counted, graded = score(pipeline, task, size.score_pictures, seed)
         reached.update(step=step, score=counted, graded=graded, loss=loss)
         told = time.monotonic() - began
         print(f"{told:.0f} s: step {step}, loss {loss:.3f}, score {counted:.3f}, graded {graded:.3f}", flush=True)
         return counted >= target or not left()
 
-    train_transformer(pipeline, latents, [prompt for prompt, _ in asked], size, left, enough)
+    train_transformer(pipeline, latents, [prompt for prompt, _ in asked], size, left, enough, turn)
     return pipeline, reached
 
 
@@ -170,7 +184,7 @@ def untrained(task: ModuleType, size: Size) -> "QwenImagePipeline":
     return QwenImagePipeline(scheduler, vae, qwen_text_encoder(tokenizer, size.text_width), tokenizer, transformer)
 
 
-def train_vae(pipeline: "QwenImagePipeline", images: torch.Tensor, size: Size) -> None:
+def train_vae(pipeline: "QwenImagePipeline", images: torch.Tensor, size: Size, turn: Turn) -> None:
     """To give back what it is given. Noise is small beside the latents, which would drown in more of it at first.
 
     It sees parts of pictures: convolutions learn the same from them, and most of a picture is ground.
@@ -179,10 +193,11 @@ def train_vae(pipeline: "QwenImagePipeline", images: torch.Tensor, size: Size) -
     optimizer = torch.optim.AdamW(vae.parameters(), size.vae_lr, weight_decay=0.0, fused=images.is_cuda)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, size.vae_lr, total_steps=size.vae_steps, pct_start=0.15)
     for _ in range(size.vae_steps):
-        target = cut(images[torch.randint(len(images), (size.vae_batch,), device=images.device)], size.vae_crop)
-        latents = vae.encode(target).latent_dist.mean
-        noise = 0.1 * latents.std().detach() * torch.randn_like(latents)
-        take_step(vae, optimizer, schedule, F.mse_loss(vae.decode(latents + noise).sample, target))
+        with turn():
+            target = cut(images[torch.randint(len(images), (size.vae_batch,), device=images.device)], size.vae_crop)
+            latents = vae.encode(target).latent_dist.mean
+            noise = 0.1 * latents.std().detach() * torch.randn_like(latents)
+            take_step(vae, optimizer, schedule, F.mse_loss(vae.decode(latents + noise).sample, target))
 
 
 def cut(images: torch.Tensor, side: int) -> torch.Tensor:
@@ -198,6 +213,7 @@ def train_transformer(
     size: Size,
     left: Callable[[], float],
     enough: Callable[[int, float], bool],
+    turn: Turn,
 ) -> None:
     """Flow matching: from `x_t = (1 - t) x + t noise` predict `noise - x`, t uniform in [0, 1].
 
@@ -221,23 +237,24 @@ def train_transformer(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1, (i + 1) / size.warmup, left() / COOLING))
     losses: list[torch.Tensor] = []  # since the last score
     for step in range(1, size.steps + 1):
-        chosen = torch.randint(len(clean), (size.batch,), device=device)
-        x, text = clean[chosen], text_of[chosen]
-        # A t that bfloat16 can hold, as the transformer would round it; the times of a rollout are such.
-        noise, t = torch.randn_like(x), torch.rand(size.batch, device=device).bfloat16().float()
-        with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
-            velocity = transformer(
-                hidden_states=torch.lerp(x, noise, t[:, None, None]),
-                timestep=t,
-                encoder_hidden_states=embeds[text],
-                encoder_hidden_states_mask=None if mask is None else mask[text],
-                img_shapes=shapes,
-                return_dict=False,
-            )[0]
-        loss = F.mse_loss(velocity.float(), noise - x)
-        take_step(transformer, optimizer, schedule, loss)
-        losses.append(loss.detach())
-        follow(average, transformer, min(size.average, step / (step + 9)))
+        with turn():
+            chosen = torch.randint(len(clean), (size.batch,), device=device)
+            x, text = clean[chosen], text_of[chosen]
+            # A t that bfloat16 can hold, as the transformer would round it; the times of a rollout are such.
+            noise, t = torch.randn_like(x), torch.rand(size.batch, device=device).bfloat16().float()
+            with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
+                velocity = transformer(
+                    hidden_states=torch.lerp(x, noise, t[:, None, None]),
+                    timestep=t,
+                    encoder_hidden_states=embeds[text],
+                    encoder_hidden_states_mask=None if mask is None else mask[text],
+                    img_shapes=shapes,
+                    return_dict=False,
+                )[0]
+            loss = F.mse_loss(velocity.float(), noise - x)
+            take_step(transformer, optimizer, schedule, loss)
+            losses.append(loss.detach())
+            follow(average, transformer, min(size.average, step / (step + 9)))
         if step % size.score_every == 0 or step == size.steps or not left():
             pipeline.register_modules(transformer=average)
             if enough(step, torch.stack(losses).mean().item()):
