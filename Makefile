@@ -7,10 +7,12 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 VEOMNI := .venv-veomni
 VEOMNI_STAMP := $(VEOMNI)/.installed
-OLDEST := .venv-oldest
-NEWEST := .venv-newest
 DOCS := .venv-docs
 TORCH ?= 2.13.0
+# With another torch: an environment and a row in docs/versions.md of their own.
+ANOTHER := $(filter-out 2.13.0,$(TORCH))
+OLDEST := .venv-oldest$(ANOTHER:%=-%)
+NEWEST := .venv-newest$(ANOTHER:%=-%)
 
 # The versions of Python that verl runs on.
 SUPPORTED = @$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v < (3, 13) else "Python 3.10, 3.11 or 3.12 is needed and $(PYTHON) is %d.%d: type make PYTHON=python3.11" % v)'
@@ -93,10 +95,10 @@ test: $(STAMP) $(VLLM_STAMP) $(VEOMNI_STAMP) ## Run the tests
 	@$(VEOMNI)/bin/python -m pytest -q -n 2 --dist loadfile tests/veomni
 
 test-oldest: $(OLDEST)/.installed ## Run the tests with the oldest versions that pyproject.toml allows
-	@$(OLDEST)/bin/python tests/write_versions.py 'make test-oldest' $(ALL)
+	@$(OLDEST)/bin/python tests/write_versions.py 'make test-oldest$(ANOTHER:%= TORCH=%)' $(ALL)
 
 test-newest: $(NEWEST)/.installed ## Run the tests with the newest versions of everything
-	@$(NEWEST)/bin/python tests/write_versions.py 'make test-newest' $(ALL)
+	@$(NEWEST)/bin/python tests/write_versions.py 'make test-newest$(ANOTHER:%= TORCH=%)' $(ALL)
 
 test-slow: $(STAMP) ## Run the tests that make test leaves out: many whole runs, real compilers
 	@$(PY) -m pytest -q -m slow

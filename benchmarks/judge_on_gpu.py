@@ -1,6 +1,7 @@
 """The judge that a run starts by default, `vllm serve`, for real: killed in the middle of a run, and started again.
 
     python -m benchmarks.judge_on_gpu outputs/judge          # a machine with one GPU or more, and vllm
+    python -m benchmarks.judge_on_gpu outputs/judge --memory 0.15  # beside others: its share of the GPU
     python -m benchmarks.judge_on_gpu outputs/judge --only-write   # the judge's folder alone, anywhere
 
 Writes a small vision-language model of random weights (LLaVA) that says one digit from 1 to 5 of an image, and a tiny
@@ -25,6 +26,7 @@ import psutil
 import torch
 
 from benchmarks.soak import SMALL, prepare
+from verl_omni.config.schema import RewardModelConfig
 
 WIDTH = 256  # four heads of 64, which every attention kernel has
 STEPS, KILL_AFTER = 12, 3
@@ -148,7 +150,7 @@ def steps(run: Path) -> list[dict]:
     return [data for data in (json.loads(line)["data"] for line in lines) if "reward/vlm_judge/mean" in data]
 
 
-def train(folder: Path, judge: Path, environment: dict[str, str], port: int) -> int:
+def train(folder: Path, judge: Path, environment: dict[str, str], port: int, memory: float | None) -> int:
     """The run, and the kill. Prints what is seen, with its time."""
     run, began = folder / "run", time.monotonic()
     shutil.rmtree(run, ignore_errors=True)
@@ -159,6 +161,9 @@ def train(folder: Path, judge: Path, environment: dict[str, str], port: int) -> 
         *("reward.reward_model.enable=true", "reward.reward_model.enable_resource_pool=true"),
         *("reward.reward_model.n_gpus_per_node=1", f"reward.reward_model.model_path={judge}"),
     ]
+    if memory:
+        default = RewardModelConfig().command
+        command.append(f"reward.reward_model.command='{default} --gpu-memory-utilization {memory}'")
 
     def tell(what: str) -> None:
         print(f"{time.monotonic() - began:6.1f} s  {what}", flush=True)
@@ -193,6 +198,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where everything is written")
     parser.add_argument("--only-write", action="store_true", help="make the judge's folder, and end")
     parser.add_argument("--port", type=int, default=6399, help="of Ray (%(default)s)")
+    parser.add_argument("--memory", type=float, help="share of the GPU's memory that vllm may take; else its default")
     options = parser.parse_args()
     folder = options.folder.absolute()
     judge = folder / "judge"
@@ -204,7 +210,7 @@ def main() -> None:
     environment = with_command(folder) | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     ray = start_ray(environment, options.port)
     try:
-        code = train(folder, judge, environment, options.port)
+        code = train(folder, judge, environment, options.port, options.memory)
     finally:
         ray.terminate()
         ray.wait()

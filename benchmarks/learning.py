@@ -30,6 +30,7 @@ from benchmarks.local_runs import Job, import_everything, run_all, write
 from benchmarks.side_by_side import NOBODY_ELSE, Turns
 from benchmarks.staleness import typed
 
+FP8 = [f"{ROLLOUT}.precision=fp8"]
 RUNS = ALGORITHMS | {
     "flow_grpo filtered": ("flow_grpo", ["algorithm.filter_groups.enable=true"]),
     "tempflow_grpo branching": ("tempflow_grpo", [f"{ROLLOUT}.algo.branches=4"]),
@@ -38,6 +39,14 @@ RUNS = ALGORITHMS | {
         [*ALGORITHMS["diffusion_nft"][1], f"{ROLLOUT}.pool.size=48", f"{ROLLOUT}.pool.num_inference_steps=4"],
     ),
 }
+
+# The same with drawing in 8 bits, which a table of its own compares (`--algorithms`).
+EIGHT_BITS = {
+    "flow_grpo in 8 bits": ("flow_grpo", FP8),
+    "flow_grpo in 8 bits corrected": ("flow_grpo", [*FP8, "algorithm.rollout_correction.rollout_is=step"]),
+    "flow_grpo pool in 8 bits": ("flow_grpo", [f"{ROLLOUT}.pool.size=32", f"{ROLLOUT}.pool.precision=fp8"]),
+}
+CHOICES = RUNS | EIGHT_BITS
 
 SEARCHED = "Where the runs end with each learning rate that was tried, from which the table takes the best:"
 TIMED = range(2, 4)  # steps that are taken alone: the ones before them load kernels
@@ -51,7 +60,7 @@ def settings(task: str, model: Path, algorithm: str, seed: int, lr: float, more:
 
     recipe = OmegaConf.to_container(OmegaConf.load(Path(tasks.__file__).with_name(f"{task}.yaml")))
     del recipe["defaults"], recipe["recipe"]
-    name, particular = RUNS[algorithm]
+    name, particular = CHOICES[algorithm]
     seeds = ("trainer.seed", "data.seed", f"{ROLLOUT}.seed", f"{ACTOR}.engine.seed")
     return [
         *typed(recipe),
@@ -173,7 +182,7 @@ def main() -> None:
     parser.add_argument("task", choices=["scenes", "words", "signs"])
     parser.add_argument("--model", type=Path, help="folder that `python -m verl_omni.tasks make` has written")
     parser.add_argument("--out", type=Path, required=True, help="folder of the curves")
-    parser.add_argument("--algorithms", nargs="+", default=list(RUNS), choices=list(RUNS))
+    parser.add_argument("--algorithms", nargs="+", default=list(RUNS), choices=list(CHOICES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--lr", nargs="+", type=float, default=[2e-5], help="learning rates, each of which is tried")
     parser.add_argument("--best", type=int, help="only so many of the algorithms: those whose curves there end highest")

@@ -37,11 +37,11 @@ VEOMNI = [f"{ACTOR}.strategy=veomni"]
 FP8 = [f"{ROLLOUT}.precision=fp8"]
 REFERENCE_FP8 = "actor_rollout_ref.ref.precision=fp8"
 ON_A_CPU = [
-    f"{ROLLOUT}.pipeline.num_inference_steps=4", f"{ACTOR}.engine.use_torch_compile=false",
+    f"{ROLLOUT}.pipeline.num_inference_steps=3", f"{ACTOR}.engine.use_torch_compile=false",
     f"{ACTOR}.engine.compile_ahead=false", f"{ACTOR}.engine.dtype=bfloat16",
 ]  # fmt: skip
 VIDEOS = ("wan", "ltx2")
-SMALLER = {"small": 32, "few layers": 64}  # pixels: what the real VAEs divide
+SMALLER = {"small": (32, 4), "few layers": (64, 2)}  # pixels, which the real VAEs divide, and images
 
 
 def rank(name: str, gib: float, work: str, ranks: int, lora: int, overrides: list[str]) -> Setting:
@@ -175,12 +175,13 @@ def on_a_cpu(setting: Setting, size: str) -> Setting:
     if setting.work is make:
         return Setting(name, 1.0, make, (setting.given[0], 10.0, True), setting.seconds)
     work, *middle, overrides = setting.given
-    less = [*overrides, *ON_A_CPU, *square(SMALLER[size])]
+    side, images = SMALLER[size]
+    less = [*overrides, *ON_A_CPU, *square(side)]
     less += [f"{ROLLOUT}.pipeline.num_frames=5"] if work.startswith(VIDEOS) else []
     if setting.work is fake_ranks.measure:
         given = (work, middle[0], 2, min(middle[2], 4), less)
     else:
-        given = (work, min(middle[0], 4), less)
+        given = (work, min(middle[0], images), less)
     return Setting(name, 1.0, smaller, (setting.work, size, given), setting.seconds)
 
 

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -20,6 +21,7 @@ from typing import Any
 
 GIB = 2**30
 FORK = get_context("fork")
+OVERTAKING = 3
 CONTEXT = 1.0  # GiB of the GPU that a process takes beside its tensors
 
 
@@ -66,7 +68,8 @@ class Setting:
 
 
 def run_all(settings: list[Setting], folder: Path, gib: float, seconds: float, at_once: int = 4) -> dict[str, Any]:
-    """In this order, whatever fits beside those that run. One that fails, or takes too long, leaves the others alone.
+    """In this order, whatever fits beside those that run; one that does not fit is overtaken OVERTAKING times at
+    most. One that fails, or takes too long, leaves the others alone.
 
     All figures are written to `folder/found.json` after each. What each prints goes to a file of its own there. None is
     begun once the seconds are up, and those that run are ended. What an earlier call has found there is kept, and not
@@ -77,18 +80,21 @@ def run_all(settings: list[Setting], folder: Path, gib: float, seconds: float, a
     before = json.loads((folder / "found.json").read_text()) if (folder / "found.json").exists() else {}
     found = {name: figures for name, figures in before.items() if "error" not in figures}
     waiting, running = [setting for setting in settings if setting.name not in found], {}
+    overtaken: Counter[str] = Counter()
     while waiting or running:
         left = seconds - (time.monotonic() - began)
         for setting in list(waiting):
+            ahead = waiting[: waiting.index(setting)]
+            if left <= 0 or len(running) == at_once or any(overtaken[one.name] == OVERTAKING for one in ahead):
+                break
             free = gib - sum(other.gib + CONTEXT for other, _ in running.values())
-            if left > 0 and len(running) < at_once and (not running or setting.gib + CONTEXT <= free):
+            if not running or setting.gib + CONTEXT <= free:
                 waiting.remove(setting)
+                overtaken.update(one.name for one in ahead)
                 _answer(folder, setting).unlink(missing_ok=True)  # of an earlier call
                 process = FORK.Process(target=_work, args=(setting, folder))
                 process.start()
                 running[process] = setting, time.monotonic()
-            else:
-                break  # nobody overtakes one that is worth more
         if left <= 0:
             found |= {setting.name: {"error": "not begun: the time was up"} for setting in waiting}
             _keep(folder, found)
