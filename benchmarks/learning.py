@@ -6,12 +6,26 @@
     python -m benchmarks.learning scenes --out benchmarks/curves/scenes --table --figure docs/learning.svg \\
         --write docs/results.md
 
+The same for `words`, which a real OCR reads, and with `signs` for `words` for scenes with up to three of them:
+
+    python -m verl_omni.tasks make words outputs/words                        # 8 minutes for scenes, on an H200
+    python -m benchmarks.learning words --model outputs/words --out benchmarks/curves/words --parallel 15 \\
+        --seeds 0 1 --seconds 25 --lr 2e-5 1e-4 --within 1500                 # 11 for scenes, with the next line
+    python -m benchmarks.learning words --model outputs/words --out benchmarks/curves/words --parallel 5 \\
+        --seeds 2 --best 5 --seconds 25 --lr 2e-5 1e-4 --within 500
+    python -m benchmarks.learning words --out benchmarks/curves/words --table --figure docs/learning_words.svg \\
+        --write docs/results.md                                               # seconds, no GPU
+
+The minutes of words and signs have not been measured. Each run reads its images on a core of its own: --parallel is at
+most the number of cores. A call that was cut off is typed again, and goes on with the runs that are missing.
+
 Every run is the real trainer's step with the task's recipe and the settings of RUNS, so many runs at once on one card.
 Its early steps are timed while the others wait: seconds are those of a run that has the card to itself, so many as its
-images take (validation is not counted), whoever is beside it. A run's curve is a small JSON file; runs whose file is
-there are not repeated, so a later call adds to them. After `--within` seconds all runs validate and end, and no other
-is started; of a run that is killed the table counts the points that it has left. Further arguments are overrides of the
-recipe; they come after an option that takes one value.
+images take, whoever is beside it. Validation is not counted, nor what a step waits for its rewards after the drawing
+(the last number of a step in a curve); a pool and groups that are filtered wait for theirs as they draw, which counts.
+A run's curve is a small JSON file; runs whose file is there are not repeated, so a later call adds to them. After
+`--within` seconds all runs validate and end, and no other is started; of a run that is killed the table counts the
+points that it has left. Further arguments are overrides of the recipe; they come after an option that takes one value.
 """
 
 import argparse
@@ -120,13 +134,14 @@ def learn(
                 raise TimeoutError("no time was left to train")
             return curve
         with turns.alone() if len(steps) in TIMED else turns.together():
-            began = time.perf_counter()
-            batch, metrics = trainer.training_step(trainer.pace, {})
-            took = time.perf_counter() - began
+            began, timing = time.perf_counter(), {}
+            batch, metrics = trainer.training_step(trainer.pace, timing)
+            waited = timing["reward"]
+            took = time.perf_counter() - began - waited
         trainer.global_step += 1
         drawn = metrics.get("filter_groups/drawn", 0) * n or len(batch)
         drawn = int(drawn + metrics.get("pool/drawn", 0))
-        steps.append([round(took, 3), drawn, round(batch.batch["rm_scores"].nanmean().item(), 4)])
+        steps.append([round(took, 3), drawn, round(batch.batch["rm_scores"].nanmean().item(), 4), round(waited, 3)])
         print(f"step {trainer.global_step}: {steps[-1]}", flush=True)
 
 
@@ -193,22 +208,22 @@ def main() -> None:
     parser.add_argument("--within", type=float, default=math.inf, help="seconds for all runs together (%(default)s)")
     parser.add_argument("--table", action="store_true", help="run nothing; print the table of what is there")
     parser.add_argument("--figure", type=Path, help="with --table: an SVG to write")
-    parser.add_argument("--write", type=Path, help="with --table: a document whose <!-- LEARNING --> is filled")
+    parser.add_argument("--write", type=Path, help="with --table: a document whose <!-- LEARNING TASK --> is filled")
     options, more = parser.parse_known_args()
     if options.table:
-        curves = read_curves(options.out)
-        told = f"{report(curves, list(RUNS))}\n\n{SEARCHED}\n\n{search(read_all(options.out))}"
+        curves = read_curves(options.out, options.task)
+        told = f"{report(curves, list(RUNS))}\n\n{SEARCHED}\n\n{search(read_all(options.out, options.task))}"
         print(told)
         if options.figure:
             options.figure.write_text(figure(curves))
         if options.write:
-            write_into(options.write, told)
+            write_into(options.write, told, options.task)
         return
     if options.model is None:
         parser.error("--model is needed: python -m verl_omni.tasks make scenes FOLDER")
     deadline = time.monotonic() + options.within
     if options.best is not None:
-        options.algorithms = best(read_curves(options.out))[: options.best]
+        options.algorithms = best(read_curves(options.out, options.task))[: options.best]
     import_everything()
     scratch = options.out / "runs"
     scratch.mkdir(parents=True, exist_ok=True)

@@ -20,34 +20,38 @@ INKS = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#a6761d")  # of the best, s
 YARDSTICK_INK, OTHERS_INK = "#000000", "#c8c8c8"
 # What the authors of each say of their own, on large models and tasks of their own choice.
 CLAIMS = {
-    "flow_grpo": "GenEval .63 → .95",
     "mix_grpo": "half of DanceGRPO's time",
     "diffusion_nft": "up to 25 × flow_grpo",
     "awm": "up to 24 × flow_grpo",
     "dgpo": "near 30 × flow_grpo",
 }
+CLAIMS_OF_TASK = {
+    "scenes": CLAIMS | {"flow_grpo": "GenEval .63 → .95"},
+    "words": CLAIMS | {"flow_grpo": "OCR .59 → .92", "dgpo": "OCR .96, near 30 × flow_grpo"},
+}
+CLAIMS_OF_TASK["signs"] = CLAIMS_OF_TASK["words"]
 
 
-def read_curves(folder: Path) -> dict[str, list[Curve]]:
-    """By algorithm, the runs with the learning rate that ended highest among those tried.
+def read_curves(folder: Path, task: str) -> dict[str, list[Curve]]:
+    """Of a task, by algorithm, the runs with the learning rate that ended highest among those tried.
 
     What a run has left that was killed counts as well. Among the runs of an algorithm those that were cut short do not,
     where one was not: all would be seen only as far as the shortest.
     """
-    chosen = {name: max(rates.values(), key=mean_ending) for name, rates in read_all(folder).items()}
+    chosen = {name: max(rates.values(), key=mean_ending) for name, rates in read_all(folder, task).items()}
     return {
         name: [run for run in runs if length(run) >= LONG * max(map(length, runs))] for name, runs in chosen.items()
     }
 
 
-def read_all(folder: Path) -> dict[str, dict[float, list[Curve]]]:
-    """By algorithm and learning rate, all runs."""
+def read_all(folder: Path, task: str) -> dict[str, dict[float, list[Curve]]]:
+    """By algorithm and learning rate, all runs of a task."""
     whole = sorted(folder.glob("*.json"))
     names = {file.stem for file in whole}
     parts = [file for file in sorted(folder.glob(f"runs/*/{SO_FAR}")) if file.parent.name not in names]
     tried: dict[str, dict[float, list[Curve]]] = {}
     for curve in (json.loads(file.read_text()) for file in [*whole, *parts]):
-        if length(curve) > 0:
+        if length(curve) > 0 and curve["task"] == task:
             tried.setdefault(curve["algorithm"], {}).setdefault(curve["lr"], []).append(curve)
     return tried
 
@@ -153,15 +157,16 @@ def table(curves: dict[str, list[Curve]]) -> str:
         for what in ("second", "diversity"):
             first, last = (fmean(run["points"][i][what] for run in runs) for i in (0, -1))
             cells.append(f"{shown(first)} → {shown(last)}")
-        lines.append(f"| {' | '.join([*cells, CLAIMS.get(name, '')])} |")
+        claims = CLAIMS_OF_TASK[runs[0]["task"]]
+        lines.append(f"| {' | '.join([*cells, claims.get(name, '')])} |")
     return "\n".join(lines)
 
 
-def write_into(document: Path, told: str) -> None:
-    """Where it says <!-- LEARNING -->."""
+def write_into(document: Path, told: str, task: str) -> None:
+    """Where it says <!-- LEARNING scenes -->, or another task."""
     from verl_omni.report.document_tables import fill
 
-    document.write_text(fill(document.read_text(), "LEARNING", told))
+    document.write_text(fill(document.read_text(), f"LEARNING {task}", told))
 
 
 def shown(score: float | None) -> str:

@@ -32,7 +32,7 @@ def curve(algorithm, slope, seed=0, lr=1e-4):
          "diversity": 0.2, "reward": 0.5}
         for i in range(4)
     ]  # fmt: skip
-    told = {"device": "a card", "settings": [], "asked": 30.0, "whole": True}
+    told = {"device": "a card", "settings": [], "asked": 30.0, "whole": True, "task": "scenes"}
     return {"algorithm": algorithm, "lr": lr, "seed": seed, "points": points, **told}
 
 
@@ -45,12 +45,12 @@ def folder(tmp_path):
 
 
 def test_of_each_algorithm_the_best_learning_rate_counts(folder):
-    curves = read_curves(folder)
+    curves = read_curves(folder, "scenes")
     assert [run["seed"] for run in curves["awm"]] == [0, 1] and curves["awm"][0]["lr"] == 1e-4
 
 
 def test_what_was_searched_is_shown(folder):
-    lines = search(read_all(folder)).splitlines()
+    lines = search(read_all(folder, "scenes")).splitlines()
     assert lines[0] == "| algorithm | 0.0001 | 0.001 |"
     assert lines[2:] == ["| `awm` | .825 | .625 |", "| `flow_grpo` | .725 |  |"]
 
@@ -60,10 +60,10 @@ def test_a_run_that_was_killed_counts_unless_another_went_further(folder):
         (folder / "runs" / name).mkdir(parents=True)
         cut = curve(name, 0.05, seed) | {"points": curve(name, 0.05)["points"][:2]}
         (folder / "runs" / name / "so_far.json").write_text(json.dumps(cut))
-    curves = read_curves(folder)
+    curves = read_curves(folder, "scenes")
     assert [run["seed"] for run in curves["awm"]] == [0, 1] and len(curves["crd"][0]["points"]) == 2
     (folder / "crd.json").write_text(json.dumps(curve("crd", 0.05)))
-    assert [len(run["points"]) for run in read_curves(folder)["crd"]] == [4]
+    assert [len(run["points"]) for run in read_curves(folder, "scenes")["crd"]] == [4]
 
 
 def test_after_the_deadline_no_run_is_started(tmp_path, capsys):
@@ -99,7 +99,7 @@ def test_between_two_validations_the_curve_is_straight(folder):
 
 
 def test_the_table_says_how_many_times_as_fast(folder):
-    lines = table(read_curves(folder)).splitlines()
+    lines = table(read_curves(folder, "scenes")).splitlines()
     assert "| time to 0.7 | time to 0.75 | images to 0.75 |" in lines[0] and "0.8 |" not in lines[0]
     assert lines[2].startswith("| `awm` | 0.0001 | 2 | 100.0 | .600 | .825 (.800 to .850) |")
     assert "(1.8 ×)" in lines[2] and lines[3].startswith("| `flow_grpo`") and "(1 ×)" in lines[3]
@@ -107,7 +107,7 @@ def test_the_table_says_how_many_times_as_fast(folder):
 
 
 def test_what_is_missing_is_said_below_the_table(folder, tmp_path):
-    curves = read_curves(folder)
+    curves = read_curves(folder, "scenes")
     assert best(curves) == ["awm", "flow_grpo"]
     told = report(curves, ["flow_grpo", "awm", "crd"])
     assert "Runs that are still missing: 2 of `flow_grpo`, 1 of `awm`, 2 of `crd`." in told and "Ended" not in told
@@ -115,10 +115,24 @@ def test_what_is_missing_is_said_below_the_table(folder, tmp_path):
     told = report(curves, [])
     assert "Ended before the 30 s that were asked for: `awm`." in told and "recipe: `a=1`." in told
     document = tmp_path / "page.md"
-    document.write_text("before\n<!-- LEARNING -->\nold\n<!-- /LEARNING -->\nafter\n")
-    write_into(document, told)
-    assert document.read_text() == f"before\n<!-- LEARNING -->\n{told}\n<!-- /LEARNING -->\nafter\n"
+    document.write_text("before\n<!-- LEARNING scenes -->\nold\n<!-- /LEARNING scenes -->\nafter\n")
+    write_into(document, told, "scenes")
+    assert document.read_text() == f"before\n<!-- LEARNING scenes -->\n{told}\n<!-- /LEARNING scenes -->\nafter\n"
     assert report({}, ["awm"]) == "No run has left a curve yet."
+
+
+def test_a_table_is_of_one_task(folder, tmp_path):
+    words = curve("flow_grpo", 0.1) | {"task": "words"}
+    (tmp_path / "words.json").write_text(json.dumps(words))
+    assert set(read_curves(folder, "scenes")) == {"flow_grpo", "awm"}
+    curves = read_curves(folder, "words")
+    assert curves == {"flow_grpo": [words]}
+    assert "OCR .59 → .92" in table(curves) and "GenEval" in table(read_curves(folder, "scenes"))
+    document = tmp_path / "page.md"
+    before = "<!-- LEARNING scenes -->\nkept\n<!-- /LEARNING scenes -->\n"
+    document.write_text(f"{before}<!-- LEARNING words -->\n<!-- /LEARNING words -->\n")
+    write_into(document, "told", "words")
+    assert document.read_text() == f"{before}<!-- LEARNING words -->\ntold\n<!-- /LEARNING words -->\n"
 
 
 def test_the_figure_has_a_line_for_each(folder):
@@ -126,7 +140,7 @@ def test_the_figure_has_a_line_for_each(folder):
     odd["points"][-1]["seconds"] = 30.006
     assert 30.006 * 60 / 60 > 30.006  # rounding leads beyond the end
     ET.fromstring(figure({"crd": [odd]}))
-    root = ET.fromstring(figure(read_curves(folder)))
+    root = ET.fromstring(figure(read_curves(folder, "scenes")))
     lines = root.findall("{http://www.w3.org/2000/svg}polyline")
     named = {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")}
     assert len(lines) == 2 and {"awm .825", "flow_grpo .725"} <= named
