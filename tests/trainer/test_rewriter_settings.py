@@ -2,11 +2,15 @@
 
 import json
 import re
+from importlib.util import spec_from_file_location
 
 import pytest
 from refusals import refused
-from tiny_language_model import REWRITER, rewriting
+from tiny_language_model import REWRITER, rewriting, tokenizer_of_texts
 from tiny_models import tiny_checkpoint
+
+from verl_omni.testing.tiny_image_text import image_text_model
+from verl_omni.workers.rollout.vllm_rollout import texts
 
 OWN = rewriting()[:1]
 OLD = "actor_rollout_ref.actor.old_log_probs=recompute"
@@ -32,10 +36,36 @@ OLD = "actor_rollout_ref.actor.old_log_probs=recompute"
         ([*OWN, f"{REWRITER}.train=generator", f"{REWRITER}.clip_ratio=0.1"], "clip_ratio=0.1 has no effect"),
         ([*OWN, f"{REWRITER}.train=generator", f"{REWRITER}.loss=gspo"], "loss=gspo has no effect with"),
         ([*OWN, f"{REWRITER}.top_p=1.5"], "expected above 0, at most 1"),
+        ([*OWN, f"{REWRITER}.rollout=vllm", f"{REWRITER}.top_p=0.9"], "top_p=0.9: training has to know the words"),
+        ([f"{REWRITER}.rollout=vllm"], "rewriter.rollout=vllm has no effect with actor_rollout_ref.rewriter.path=null"),
     ],
 )
 def test_refused(overrides, expected):
     assert re.search(expected, refused(*overrides))
+
+
+@pytest.mark.parametrize(
+    ("there", "expected"),
+    [
+        (None, "rollout=vllm: vllm is not installed here; type make vllm-texts .* or set .*rollout=transformers"),
+        ("__init__.py", "rollout=vllm: vllm is installed here without its kernels for the CPU; type make vllm-texts"),
+    ],
+)
+def test_without_vllm_or_its_kernels(tmp_path, monkeypatch, there, expected):
+    if there is not None:
+        (tmp_path / "vllm").mkdir()
+        (tmp_path / "vllm" / there).touch()
+    found = None if there is None else spec_from_file_location("vllm", tmp_path / "vllm" / there)
+    monkeypatch.setattr(texts, "find_spec", lambda name: found)
+    assert re.search(expected, refused(*OWN, f"{REWRITER}.rollout=vllm"))
+
+
+def test_vllm_writes_with_models_of_text_alone(tmp_path):
+    model, tokenizer = image_text_model("qwen2_vl", tokenizer_of_texts()), tokenizer_of_texts()
+    model.config.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    line = refused(f"{REWRITER}.path={tmp_path}", f"{REWRITER}.rollout=vllm")
+    assert re.search("rollout=vllm writes with models of text alone, and .* is another: set .*=transformers", line)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,12 @@ class RewriterConfig:
         choices=("both", "rewriter", "generator"),
         needs=REWRITER,
     )
+    rollout: str = knob(
+        "transformers",
+        "what writes: transformers, with the weights as they are trained, or vllm, with a copy beside them",
+        choices=("transformers", "vllm"),
+        needs=REWRITER,
+    )
     loss: str = knob(
         "grpo",
         "grpo (each token has a ratio of its own) or gspo (one ratio for the whole text)",

@@ -16,7 +16,7 @@ from verl_omni.config import (
     DiffusionRolloutConfig,
     RewriterConfig,
 )
-from verl_omni.pipelines.causal_lm import load_tokenizer, writer_of
+from verl_omni.pipelines.causal_lm import CausalLM, load_tokenizer, writer_of
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.utils.errors import RunError
 from verl_omni.workers.columns import Ragged
@@ -55,15 +55,27 @@ class Rewriter:
         )
         self.engine.initialize()
         self.engine.micro_batch_size = config.micro_batch_size_per_gpu
-        if self.writes_images:
-            written_by = functools.partial(ImageTokenRollout, writer)
-            tokenizer = DiffusionModelBase.get_class(generator).load_tokenizers(generator)["processor"]
-        else:
-            written_by, tokenizer = TextRollout, load_tokenizer(self.engine.model_config.path)
-        self.rollout = written_by(
-            config, self.engine.module, tokenizer, self.engine.device, self.engine.autocast, rollout.max_num_seqs
-        )
+        self.rollout = self._rollout(writer, rollout.max_num_seqs, generator)
         self.loss = TokenLoss(config.loss, config.clip_ratio, actor.diffusion_loss.adv_clip_max)
+
+    def _rollout(
+        self, writer: type[CausalLM], max_num_seqs: int, generator: DiffusionModelConfig | None
+    ) -> TextRollout:
+        config, module, device, autocast = self.config, self.engine.module, self.engine.device, self.engine.autocast
+        if self.writes_images:
+            processor = DiffusionModelBase.get_class(generator).load_tokenizers(generator)["processor"]
+            return ImageTokenRollout(writer, config, module, processor, device, autocast, max_num_seqs)
+        tokenizer = load_tokenizer(self.engine.model_config.path)
+        if config.rollout == "vllm":
+            from verl_omni.workers.rollout.vllm_rollout.texts import VllmTextRollout
+
+            return VllmTextRollout(config, self.engine, tokenizer, max_num_seqs)
+        return TextRollout(config, module, tokenizer, device, autocast, max_num_seqs)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the rollout's log-probabilities are those of training."""
+        return self.rollout.same_arithmetic and self.engine.rounds_like_rollout
 
     @property
     def is_trained(self) -> bool:
@@ -71,16 +83,16 @@ class Rewriter:
 
     @contextlib.contextmanager
     def writing(self, version: int) -> Iterator[None]:
-        """Every rank holds all of it inside: none waits for another's longest text."""
+        """Its weights are those of training inside, and no rank waits for another's longest text."""
         self.rollout.version = version
-        with self.engine.eval_mode(), self.engine.whole():
+        with self.engine.eval_mode(), self.rollout.holding(self.engine):
             yield
 
     # ---- training ------------------------------------------------------------------------------------
 
     def with_old(self, mini: Batch) -> Batch:
         """With the log-probabilities that ratios are to: the rollout's own, where they are exact, or a pass now."""
-        old = choose_old_log_probs(self.actor.old_log_probs, self.engine.rounds_like_rollout)
+        old = choose_old_log_probs(self.actor.old_log_probs, self.exact)
         if old.source == "rollout":
             return mini | {"text_old_log_probs": mini["text_log_probs"]}
         every = {name: value for name, value in text_columns(mini).items() if name != "share"}
@@ -94,13 +106,13 @@ class Rewriter:
         return self.engine.train_batch(text_columns(mini), self.loss, check)["metrics"]
 
     def _check_first_ratio(self, metrics: Mapping[str, float]) -> None:
-        tolerance, exact = self.actor.first_ratio_tolerance, self.engine.rounds_like_rollout
+        tolerance, exact = self.actor.first_ratio_tolerance, self.exact
         off = metrics[ROLLOUT_RATIO if exact else ROLLOUT_RATIO_MEAN]
         if tolerance is not None and off > tolerance * (1 if exact else ROUNDING):
             raise RunError(
                 f"before the first update a token's ratio of training to rollout is off by {off:.2g}, more than "
                 f"actor_rollout_ref.actor.first_ratio_tolerance={tolerance:g}{'' if exact else f' times {ROUNDING}'}: "
-                f"does {self.config.path} compute the same with a cache and without?"
+                f"does {self.config.path} compute the same {self.rollout.compared}?"
             )
 
     # ---- checkpoints ---------------------------------------------------------------------------------

@@ -6,14 +6,16 @@ from pathlib import Path
 from verl_omni.config import RewriterConfig
 from verl_omni.config.knob import typed
 from verl_omni.config.schema import DiffusionTrainerConfig
-from verl_omni.pipelines.causal_lm import writer_of
+from verl_omni.pipelines.causal_lm import CausalLM, writer_of
 from verl_omni.pipelines.image_text import KINDS
 from verl_omni.utils.hub import model_folder
 from verl_omni.utils.json_files import read_object
 from verl_omni.utils.model_code import refuse_code
 from verl_omni.workers.rollout import engine_class
+from verl_omni.workers.rollout.vllm_rollout.texts import INSTALL, missing
 
 WHERE = "actor_rollout_ref.rewriter"
+VLLM, TRANSFORMERS = f"{WHERE}.rollout=vllm", f"set {WHERE}.rollout=transformers"
 # A whole Qwen-Omni speaks too; transformers saves this part of it by itself.
 OMNI, THINKER = "qwen2_5_omni", "Qwen2_5OmniThinkerForConditionalGeneration"
 
@@ -39,6 +41,8 @@ def check_rewriter(settings: DiffusionTrainerConfig) -> None:
         if value != wanted:
             raise ValueError(f"{setting}={value}: {why}; set {setting}={typed(wanted)}, or leave {WHERE}.path out")
     _check_what_learns(settings)
+    if rewriter.rollout == "vllm":
+        _check_vllm(rewriter, writer)
 
 
 def _check_folder(path: str) -> Path:
@@ -89,6 +93,19 @@ def _check_language_model(folder: Path, path: str) -> None:
         raise ValueError(f'{setting}="{path}" is a {kind!s:.60}, {why}')
     if not (folder / "tokenizer_config.json").is_file():
         raise FileNotFoundError(f'{setting}="{path}" holds no tokenizer: `tokenizer.save_pretrained(folder)` writes it')
+
+
+def _check_vllm(rewriter: RewriterConfig, writer: type[CausalLM]) -> None:
+    if writer is not CausalLM:
+        raise ValueError(f"{VLLM} writes with models of text alone, and {rewriter.path} is another: {TRANSFORMERS}")
+    if rewriter.top_p != 1:
+        raise ValueError(
+            f"{WHERE}.top_p={rewriter.top_p}: training has to know the words that each was chosen from, which vLLM "
+            f"does not tell; leave top_p out, or {TRANSFORMERS}"
+        )
+    what = missing()
+    if what is not None:
+        raise ValueError(f"{VLLM}: {what}; type {INSTALL}, or {TRANSFORMERS}")
 
 
 def _check_what_learns(settings: DiffusionTrainerConfig) -> None:

@@ -11,6 +11,7 @@ from verl_omni.config import RewriterConfig
 from verl_omni.pipelines.causal_lm import tokenize
 from verl_omni.utils.batcher import Batcher
 from verl_omni.utils.seeds import derive_seed
+from verl_omni.workers.engine.protocol import TrainingEngine
 from verl_omni.workers.engine.tokens import packed, token_log_probs
 from verl_omni.workers.rollout.base import RolloutOutput
 
@@ -27,6 +28,11 @@ class TextRequest:
 
 class TextRollout:
     """Requests share forwards, in fixed blocks of a burst, so that a run repeats bit for bit."""
+
+    #: whether its log-probabilities are those of training, but for a rounding that ratios of 1 do not see
+    same_arithmetic = True
+    #: where it could differ from training
+    compared = "with a cache and without"
 
     def __init__(
         self,
@@ -55,6 +61,10 @@ class TextRollout:
         """One text for one prompt, and what training needs of it."""
         request = TextRequest(prompt, derive_seed(seed, "text"), temperature, size)
         return await self.batcher.submit(request, key=(temperature, size), position=position)
+
+    def holding(self, engine: TrainingEngine) -> contextlib.AbstractContextManager:
+        """With the weights that are trained; inside no rank waits for another's longest text."""
+        return engine.whole()
 
     # ---- what is written, for a relative to override ---------------------------------------------------
 
