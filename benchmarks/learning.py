@@ -116,7 +116,7 @@ def learn(
     trainer.pace, n = trainer.new_pace(), trainer.config.actor_rollout_ref.rollout.n
     points, steps = [], []
     while True:
-        images, trained = sum(drawn for _, drawn, _ in steps), seconds_alone(steps)
+        images, trained = sum(step[1] for step in steps), seconds_alone(steps)
         whole = trained >= seconds or trainer.global_step >= most_steps
         done = whole or time.monotonic() > deadline
         if done or trained >= every * len(points):
@@ -149,7 +149,7 @@ def seconds_alone(steps: list[list[float]]) -> float:
     """What all images of these steps take without neighbours, by the steps that had none; 0 until there are such."""
     timed = steps[TIMED.start : TIMED.stop]
     took, images = (sum(step[i] for step in timed) for i in (0, 1))
-    return took / images * sum(drawn for _, drawn, _ in steps) if timed else 0.0
+    return took / images * sum(step[1] for step in steps) if timed else 0.0
 
 
 def device_name() -> str:

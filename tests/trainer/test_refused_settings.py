@@ -111,7 +111,7 @@ def test_every_number_and_every_name_says_what_it_may_be():
         f"{ROLLOUT}.agent.default_agent_loop", f"{ROLLOUT}.checkpoint_engine.backend", f"{ROLLOUT}.http.host",
         f"{ROLLOUT}.http.token_file",
         "algorithm.rollout_correction.rollout_rs", "algorithm.filter_groups.metric", f"{ACTOR}.teacher.path",
-        f"{ACTOR}.engine.fp8_modules",
+        f"{ACTOR}.engine.fp8_modules", "actor_rollout_ref.ref.path",
         *(f"actor_rollout_ref.rewriter.{name}" for name in ("path", "system", "template", "format", "format_reward")),
     }  # fmt: skip
     types = {name: kind for name, kind in field_types(schema.DiffusionTrainerConfig)}
