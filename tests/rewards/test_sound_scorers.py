@@ -126,6 +126,16 @@ def test_a_sound_that_is_none_is_an_error(name):
         make_scorer(name)([torch.zeros(1, 0)], [RATE])
 
 
+@pytest.mark.parametrize("frame_rate", [0.0, -24.0, math.nan, math.inf])
+def test_a_video_that_is_none_is_an_error_and_has_no_score_of_0(frame_rate):
+    video, sound = torch.rand(24, 3, 8, 8), torch.rand(1, RATE)
+    with pytest.raises(ValueError, match=f"{frame_rate:g} frames a second: expected a number above 0"):
+        make_scorer("audio_video_sync")([video], [sound], [RATE], [frame_rate])
+    video[5, 0, 0, 0] = math.nan
+    with pytest.raises(ValueError, match="NaN or infinite pixels: the model that drew it has diverged"):
+        make_scorer("audio_video_sync")([video], [sound], [RATE], [24.0])
+
+
 def test_settings_of_sounds_have_ranges():
     with pytest.raises(ValueError, match="loudness.target=3"):
         check_settings("loudness", {"target": 3.0})

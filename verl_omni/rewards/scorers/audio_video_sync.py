@@ -1,5 +1,6 @@
 """Do sounds begin where something moves? A reward without weights, from frames and samples alone."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,15 @@ def motion(video: Any) -> np.ndarray:
     """Of each frame but the first: its mean difference from the one before, over pixels in [0, 1]."""
     if len(video) < 3:
         raise ValueError(f"this reward follows what moves, and a video has {len(video)} frames: expected 3 or more")
+    if not video.isfinite().all():  # they would have nothing to do with the sound
+        raise ValueError("a video has NaN or infinite pixels: the model that drew it has diverged")
     return np.abs(np.diff(video.float().numpy(), axis=0)).mean(axis=(1, 2, 3))
 
 
 def onsets(samples: np.ndarray, sample_rate: int, frame_rate: float, frames: int) -> np.ndarray:
     """Of each frame but the first that the sound reaches: how much louder it is in its time than in the one before."""
+    if not (math.isfinite(frame_rate) and frame_rate > 0):
+        raise ValueError(f"a video has {frame_rate:g} frames a second: expected a number above 0")
     length, seconds = samples.shape[-1], frames / frame_rate
     if seconds - length / sample_rate > max(SHARE * seconds, SECONDS):
         raise ValueError(
