@@ -15,6 +15,7 @@ from verl_omni.utils.errors import RunError
 def fresh(monkeypatch):
     monkeypatch.setattr(progress, "progress", progress.Progress())
     monkeypatch.setattr(progress, "_began", None)
+    monkeypatch.setattr(progress, "_draws", False)
     monkeypatch.setattr(progress, "WAITED_FOR", dict(progress.WAITED_FOR))
 
 
@@ -32,6 +33,24 @@ def test_every_stage_once_up_to_the_first_image(capsys):
         "loading the model (41.0 GB)",
         "drawing the first images, for validation",
     ]
+
+
+def test_compiling_has_seconds_of_its_own_once(capsys):
+    progress.say_what_is_waited_for(lambda: sys.stderr)
+    progress.tell(stage="rollout")
+    for _ in range(2):
+        progress.first_images(lambda: 61.04)
+    *_, said = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r" *\d+\.\d s  the first images are there; 61.0 s of this went into compiling", said)
+    progress.tell(stage="validation")
+    assert not capsys.readouterr().err
+
+
+def test_nothing_of_compiling_where_nothing_was_compiled(capsys):
+    progress.say_what_is_waited_for(lambda: sys.stderr)
+    progress.tell(stage="validation")
+    progress.first_images(lambda: 0.0)
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

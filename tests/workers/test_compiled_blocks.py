@@ -1,11 +1,14 @@
 """Blocks that repeat are compiled once for each kind, with and without a gradient, and compute what they did before."""
 
+import time
+
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel, SD3Transformer2DModel
 from tiny_models import tiny_checkpoint, tiny_sd3_transformer
 
 from verl_omni.workers.engine.compile.blocks import compile_blocks
+from verl_omni.workers.engine.compile.clock import clock
 from verl_omni.workers.engine.compile.fused_gelu import fuse_gelu
 
 
@@ -64,6 +67,20 @@ def test_one_graph_for_each_kind(module, graphs, backend):
     module.enable_gradient_checkpointing()
     torch.testing.assert_close(run(module)[1], gradients)
     assert len(graphs) == 6
+
+
+def test_seconds_of_the_compiler_are_counted(module):
+    def slow(graph, example_inputs):
+        time.sleep(0.2)
+        return graph.forward
+
+    before = clock.seconds()
+    compile_blocks({"transformer": module}, backend=slow)
+    run(module)
+    taken = clock.seconds() - before
+    assert taken > 3 * 0.2  # three kinds of blocks
+    run(module)
+    assert clock.seconds() - before == taken
 
 
 def sizes(graph: torch.fx.GraphModule) -> list[int | torch.SymInt]:

@@ -64,6 +64,7 @@ DRAWS = ("validation", "rollout")
 
 progress = Progress()
 _began: float | None = None  # when the command was typed, as long as it is to be said what it waits for
+_draws = False  # the last that it waits for is the first images
 _screen: Callable[[], TextIO] | None = None
 _watcher: int | None = None  # where the process that watches this one listens
 
@@ -87,8 +88,8 @@ def is_watched() -> bool:
 
 def say_what_is_waited_for(screen: Callable[[], TextIO]) -> None:
     """With the seconds since now, from here on to the first image."""
-    global _began, _screen
-    _began, _screen = perf_counter(), screen
+    global _began, _screen, _draws
+    _began, _screen, _draws = perf_counter(), screen, False
 
 
 def name_stage(stage: str, words: str) -> None:
@@ -96,17 +97,25 @@ def name_stage(stage: str, words: str) -> None:
     WAITED_FOR[stage] = words
 
 
-def _say(stage: str) -> None:
+def _say(words: str) -> None:
+    print(f"{perf_counter() - _began:5.1f} s  {words}", file=_screen(), flush=True)
+
+
+def first_images(compiling_seconds: Callable[[], float]) -> None:
+    """Images are there. Of the first ones it is said how long they waited for a compiler, if they did."""
     global _began
-    print(f"{perf_counter() - _began:5.1f} s  {WAITED_FOR[stage]}", file=_screen(), flush=True)
-    if stage in DRAWS:
-        _began = None
+    if _began is not None and (seconds := compiling_seconds()) >= 0.1:
+        _say(f"the first images are there; {seconds:.1f} s of this went into compiling")
+    _began = None
 
 
 def tell(**changes: Any) -> None:
     """Note where the run is now."""
-    if _began is not None and changes.get("stage") in WAITED_FOR and changes["stage"] != progress.stage:
-        _say(changes["stage"])
+    global _draws
+    stage = changes.get("stage")
+    if _began is not None and not _draws and stage in WAITED_FOR and stage != progress.stage:
+        _say(WAITED_FOR[stage])
+        _draws = stage in DRAWS
     for name, value in changes.items():
         setattr(progress, name, value)
     if _watcher is not None:

@@ -39,6 +39,7 @@ from verl_omni.perf.flops import FlopMeter, peak_flops
 from verl_omni.perf.memory import names_memory_knobs
 from verl_omni.utils.external_lib import import_external_lib
 from verl_omni.workers import columns
+from verl_omni.workers.engine.compile.clock import clock
 from verl_omni.workers.engine.metrics import is_maximum
 from verl_omni.workers.engine.micro_batch import find_micro_batch
 from verl_omni.workers.engine.module import quiet_loading
@@ -175,6 +176,10 @@ class DiffusionWorker(Worker):
     async def abort(self, request_id: str) -> bool:
         """Its `generate` raises `RequestAborted` now. Whether there was such a request."""
         return self._under_way.abort(request_id)
+
+    async def compiling_seconds(self) -> float:
+        """That this process has waited for a compiler since it began."""
+        return clock.seconds()
 
     async def withdraw(self, position: tuple) -> None:
         """A sample of the burst will ask for nothing."""
@@ -373,6 +378,8 @@ class DiffusionWorker(Worker):
         self._count_flops("update_actor")
         if self.rollout is not None:
             metrics |= {f"timing_s/gen_{phase}": s for phase, s in self.rollout.take_seconds().items()}
+        if clock.counts:
+            metrics["perf/compiling_s"] = clock.take()
         flops, self.flops = self.flops, {}
         if flops and None not in flops.values():
             metrics |= {f"flops/{stage}": value for stage, value in flops.items()}

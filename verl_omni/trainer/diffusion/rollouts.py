@@ -51,6 +51,10 @@ class EmbeddedRollouts:
         """They load with their workers."""
         return []
 
+    def compiling_seconds(self) -> float:
+        """That drawing has waited for a compiler until now; of several processes the longest."""
+        return max(ray.get([server.compiling_seconds.remote() for server in self.servers]))
+
     def metrics(self) -> dict[str, float]:
         return {}
 
@@ -93,6 +97,15 @@ class ServerRollouts:
     def loading(self) -> list[Any]:
         """For each server that has not drawn yet, what is there when it has loaded."""
         return list(self._loading.values())
+
+    def compiling_seconds(self) -> float:
+        """That drawing has waited for a compiler until now; of several processes the longest."""
+
+        async def asked() -> list[float]:
+            ask = (asked_until_back(server.compiling_seconds.remote) for server in self.servers)
+            return await asyncio.gather(*ask)
+
+        return max(wait_for(asked()))
 
     def listen(self, port: int) -> None:
         """Server i answers people over HTTP on port + i (0: on a free one), from now on and when it was started again.

@@ -18,6 +18,7 @@ from verl_omni.trainer.diffusion.pace import DrawnGroup
 from verl_omni.trainer.diffusion.pool import asked_of, chosen_seeds, in_precision
 from verl_omni.trainer.diffusion.rollouts import Weights
 from verl_omni.trainer.diffusion.validation import training_folder, validation_metrics, write_samples
+from verl_omni.trainer.progress import first_images
 from verl_omni.trainer.run_folder.saving import is_due
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.seeds import derive_seed, derive_seeds
@@ -233,6 +234,7 @@ class Sampling:
 
         def drawn() -> tuple[DataProto, Callable[[], DataProto]]:
             output, collect = wait()
+            first_images(self.rollouts.compiling_seconds)
             self.rollouts.end()
             end = start + output.meta_info["timing"]["images"]
             for server in sorted(set(batch.non_tensor_batch["server"])):

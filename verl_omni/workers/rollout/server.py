@@ -14,6 +14,7 @@ import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platf
 from verl_omni.config import DiffusionActorConfig, DiffusionModelConfig, DiffusionRolloutConfig
 from verl_omni.utils.errors import QueueFull
 from verl_omni.utils.external_lib import import_external_lib
+from verl_omni.workers.engine.compile.clock import clock
 from verl_omni.workers.engine.module import quiet_loading
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.batched import BatchedRollout
@@ -110,6 +111,10 @@ class RolloutServer(ABC):
     async def abort(self, request_id: str) -> bool:
         """Its `generate` raises `RequestAborted` now. Whether there was such a request."""
         return self._under_way.abort(request_id)
+
+    async def compiling_seconds(self) -> float:
+        """That this process has waited for a compiler since it began."""
+        return clock.seconds()
 
     async def begin(self) -> None:
         """Before a rollout: forget what the one before had on the device."""

@@ -12,6 +12,7 @@ import torch
 
 from verl_omni.utils.call_signature import argument_names, by_name
 from verl_omni.utils.user_cache import user_cache
+from verl_omni.workers.engine.compile.clock import clock
 from verl_omni.workers.engine.compile.computed_once import computed_once
 
 
@@ -30,6 +31,7 @@ def compile_blocks(parts: dict[str, torch.nn.Module], backend: str = "inductor")
     import torch._dynamo as dynamo
 
     choose_cache()
+    clock.count()
     dynamo.config.recompile_limit = 64
     dynamo.config.accumulated_recompile_limit = 1024
     dynamo.config.fail_on_recompile_limit_hit = True

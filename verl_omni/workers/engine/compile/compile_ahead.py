@@ -30,6 +30,7 @@ from verl_omni.workers.engine.compile.blocks import (
     start_compilers,
     streams,
 )
+from verl_omni.workers.engine.compile.clock import clock
 
 LIMIT = 900  # seconds; then the update compiles for itself
 # Makes of a block one that is compiled as among several ranks.
@@ -130,7 +131,8 @@ class CompileAhead:
         if self.sent is None:
             self._end()
             return
-        self.sent.join()
+        with clock.running():
+            self.sent.join()
         if self.failure is not None:
             warnings.warn(
                 f"the update is compiled here, as compiling ahead failed: {self.failure} "

@@ -18,6 +18,7 @@ from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.single_frame_vae import speed_up_single_frames
 from verl_omni.utils.responses import Response
 from verl_omni.workers.engine.compile.blocks import choose_cache
+from verl_omni.workers.engine.compile.clock import clock
 from verl_omni.workers.engine.fp8 import Fp8Layers
 from verl_omni.workers.engine.lora import base_name
 from verl_omni.workers.engine.protocol import TrainingEngine
@@ -72,6 +73,7 @@ class DiffusersRollout(Drawer, BatchedRollout):
             pipe.vae.enable_tiling()
         if self.compiled_vae:
             choose_cache()
+            clock.count()
             pipe.vae.decoder.compile()
         modules = [m for m in pipe.components.values() if isinstance(m, torch.nn.Module)]
         encoders = [m for m in modules if m is not pipe.vae]
