@@ -23,7 +23,7 @@ DRIVER = """
 import json, os, select, shlex, signal, subprocess, sys, threading
 from verl_omni.trainer import ask_for_fork, forked
 
-forked.LIBRARIES, forked.FOR_MODELS = ("torch",), ("PIL.Image",)
+forked.LIBRARIES, forked.FOR_WORKERS = ("torch",), ("PIL.Image",)
 forked.import_libraries()
 forked.prepare()
 asks = shlex.split(forked.command())

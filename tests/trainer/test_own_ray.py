@@ -55,7 +55,7 @@ def started(monkeypatch, tmp_path):
         process.wait()
 
 
-def test_a_raylet_that_gave_up_is_started_again_with_its_ports_chosen(started, capsys):
+def test_a_raylet_that_gave_up_is_started_again_with_other_ports(started, capsys):
     started.codes = [1, None]
     start_own_ray({"num_cpus": 2})
     (line,) = capsys.readouterr().out.splitlines()
@@ -64,14 +64,17 @@ def test_a_raylet_that_gave_up_is_started_again_with_its_ports_chosen(started, c
         f"Ray did not start: Ray's raylet (pid {pid}) ended with exit code 1: Timed out waiting for file "
         "metrics_agent_port_cb5 ("
     )
-    (first, arguments, limits), (second, more, _) = started.parameters
-    assert first.keywords == {"no_monitor": True} and arguments == {"num_cpus": 2}
-    names = {"metrics_agent_port", "dashboard_agent_listen_port", "runtime_env_agent_port"}
-    assert second.keywords.pop("no_monitor") and second.keywords.keys() == names
-    assert more.keys() == {"num_cpus", "_metrics_export_port"}
-    assert len({*second.keywords.values(), more["_metrics_export_port"]}) == 4
-    assert f"--dashboard_agent_listen_port={second.keywords['dashboard_agent_listen_port']}" in started.commands[1]
-    assert own_ray.LIMITS.items() <= limits.items()
+    chosen = []
+    for (made, arguments, limits), command in zip(started.parameters, started.commands, strict=True):
+        ports = made.keywords
+        assert ports.pop("no_monitor")
+        assert ports.keys() == {"metrics_agent_port", "dashboard_agent_listen_port", "runtime_env_agent_port"}
+        assert arguments.keys() == {"num_cpus", "_metrics_export_port"}
+        chosen.append({*ports.values(), arguments["_metrics_export_port"]})
+        assert len(chosen[-1]) == 4
+        assert f"--dashboard_agent_listen_port={ports['dashboard_agent_listen_port']}" in command
+        assert own_ray.LIMITS.items() <= limits.items()
+    assert chosen[0] != chosen[1]
 
 
 def test_it_is_not_started_for_ever(started):

@@ -8,6 +8,7 @@ import pytest
 from composed import composed
 
 from verl_omni.trainer import resources
+from verl_omni.trainer.diffusion import processes
 from verl_omni.trainer.resources import rendezvous_ports
 from verl_omni.utils import cpu_platform
 
@@ -100,3 +101,15 @@ def test_rays_sockets_have_a_short_path_under_a_long_temporary_folder(monkeypatc
     assert len(f"{folder}/session_2026-11-16_16-45-23_802175_4194304/sockets/plasma_store") <= 107
     monkeypatch.setenv("RAY_TMPDIR", "/mine")
     assert resources.short_folder() is None
+
+
+@pytest.mark.parametrize(
+    "addresses, only",
+    [(["10.0.0.1"], True), (["10.0.0.1", "10.0.0.2"], False), (["10.0.0.2"], False)],  # the last: asked from elsewhere
+)
+def test_the_only_machine_finds_the_ports_of_its_ranks_itself(addresses, only, monkeypatch):
+    nodes = [{"Alive": True, "NodeManagerAddress": address} for address in addresses]
+    gone = {"Alive": False, "NodeManagerAddress": "10.0.0.3"}
+    monkeypatch.setattr(processes.ray, "nodes", lambda: [*nodes, gone])
+    monkeypatch.setattr(processes.ray.util, "get_node_ip_address", lambda: "10.0.0.1")
+    assert processes.only_machine() is only

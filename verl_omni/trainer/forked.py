@@ -35,8 +35,11 @@ from verl_omni.trainer import ask_for_fork, progress
 
 # What all processes of a run import. Ray and verl are not among it: they read their environment then.
 LIBRARIES = ("torch._dynamo", "tensordict", "transformers.modeling_utils", "datasets", "pandas", "aiohttp")
-# What those import that hold a model; the process that waits has the time for it.
-FOR_MODELS = ("peft", "diffusers.pipelines.pipeline_utils", "torch.distributed.fsdp")
+# What those import that hold a model, and what Ray and verl take from others; the process that waits has the time.
+FOR_WORKERS = (
+    "peft", "diffusers.pipelines.pipeline_utils", "torch.distributed.fsdp",
+    "pydantic.main", "pydantic.dataclasses", "jsonschema", "google.protobuf.json_format", "zmq",
+)  # fmt: skip
 # Variables that may differ: libraries read these when they are used, or not at all.
 READ_LATER = {
     "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS",
@@ -134,7 +137,7 @@ def wait_and_become(listening: socket.socket, key: str) -> Callable[[], Any]:
     logging.root.handlers.clear()
     logging.root.setLevel(logging.WARNING)
     here = dict(os.environ)
-    for library in FOR_MODELS:
+    for library in FOR_WORKERS:
         with suppress(ImportError):  # a worker that needs it will say so
             importlib.import_module(library)
     gc.enable()

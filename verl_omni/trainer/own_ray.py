@@ -91,14 +91,14 @@ def start_own_ray(arguments: dict[str, Any]) -> Daemons:
     for attempt in range(1, STARTS + 1):
         daemons = Daemons()
         try:
-            with _patience(daemons, fixed_ports=attempt > 1) as ports:
+            with _patience(daemons) as ports:
                 _init(arguments | ports)
             return daemons
         except RayDied as error:
             daemons.end()
             if attempt == STARTS:
                 raise RunError(f"Ray did not start in {STARTS} attempts: {error}") from error
-            print(f"Ray did not start: {error}. Starting it again, with more patience", flush=True)
+            print(f"Ray did not start: {error}. Starting it again", flush=True)
     raise AssertionError("unreachable")
 
 
@@ -113,20 +113,20 @@ def _init(arguments: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _patience(daemons: Daemons, fixed_ports: bool) -> Iterator[dict[str, Any]]:
+def _patience(daemons: Daemons) -> Iterator[dict[str, Any]]:
     """Waits for Ray's processes as long as they live; yields further arguments for `ray.init`.
 
-    A raylet gives its agents 15 s to say on which port they listen, and no setting changes that. With ports that are
-    chosen beforehand it does not ask.
+    A raylet waits until its agents have said on which port they listen, for 15 s, and no setting changes that. With
+    ports that are chosen beforehand it does not ask. Somebody may take one of them meanwhile: then it dies.
     """
     from ray._private import node, parameter, services
 
     began, start_process, get_node = time.monotonic(), services.start_ray_process, services.get_node
     names = ("metrics_agent_port", "dashboard_agent_listen_port", "runtime_env_agent_port", "metrics_export_port")
-    ports = dict(zip(names, free_ports(len(names)), strict=True)) if fixed_ports else {}
+    ports = dict(zip(names, free_ports(len(names)), strict=True))
 
     def start(command: list[str], process_type: str, *args: Any, **kwargs: Any) -> Any:
-        if ports and process_type == "raylet":  # Ray's own Python code does not hand it on
+        if process_type == "raylet":  # Ray's own Python code does not hand it on
             command = [*command, f"--dashboard_agent_listen_port={ports['dashboard_agent_listen_port']}"]
         started = start_process(command, process_type, *args, **kwargs)
         daemons.add(process_type, started.process, command)
@@ -146,7 +146,7 @@ def _patience(daemons: Daemons, fixed_ports: bool) -> Iterator[dict[str, Any]]:
         return patient(node_wait, *args, **kwargs | {"timeout_ms": 100})
 
     node_wait = node.wait_for_persisted_port
-    export = {"_metrics_export_port": ports.pop("metrics_export_port")} if ports else {}
+    export = {"_metrics_export_port": ports.pop("metrics_export_port")}
     with ExitStack() as stack:
         stack.enter_context(environment(LIMITS))
         stack.enter_context(swapped(services, "start_ray_process", start))

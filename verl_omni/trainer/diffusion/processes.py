@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from ray.exceptions import ActorUnavailableError
 from verl.single_controller.base import Worker
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+from verl.single_controller.ray.base import get_master_addr_port
 from verl.trainer.ppo.utils import Role
 
 from verl_omni.agent_loop.manager import DiffusionAgentLoopManager
@@ -28,15 +29,25 @@ def start_workers(
 ) -> RayWorkerGroup:
     """Those that hold the model; they have not loaded it yet."""
     pools.create_resource_pool()
+    ports, meeting = rendezvous_ports(), {}
+    if only_machine():
+        meeting = dict(zip(("master_addr", "master_port"), get_master_addr_port._function(ports), strict=True))
     workers = group(
         resource_pool=pools.get_resource_pool(Role.ActorRollout),
         ray_cls_with_init=RayClassWithInitArgs(classes[Role.ActorRollout], config=config),
         device_name=device,
         worker_env=worker_environment(device, busy_at_once(config, config.trainer.n_gpus_per_node), config.ray.address),
-        master_port_range=rendezvous_ports(),
+        master_port_range=ports,
+        **meeting,
     )
     know("model worker", workers.workers)
     return workers
+
+
+def only_machine() -> bool:
+    """Whether Ray has no other: verl would start a process on the one where the first rank will be, to find a port."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    return [node["NodeManagerAddress"] for node in nodes] == [ray.util.get_node_ip_address()]
 
 
 @dataclass
