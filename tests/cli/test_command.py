@@ -63,7 +63,9 @@ def said(monkeypatch, *arguments: str) -> str:
 
 
 def test_a_mistyped_subcommand_names_its_neighbour(monkeypatch):
-    assert 'unknown subcommand "quikstart": did you mean "quickstart"?' in said(monkeypatch, "quikstart")
+    unknown, lists = "error: unknown subcommand", "verl-omni --help lists them"
+    assert said(monkeypatch, "quikstart") == f'{unknown} "quikstart": did you mean "quickstart"? {lists}'
+    assert said(monkeypatch, "xyzzy") == f'{unknown} "xyzzy"; {lists}'
     assert '"qwen_image_ocr" is a recipe: type verl-omni train qwen_image_ocr' in said(monkeypatch, "qwen_image_ocr")
 
 

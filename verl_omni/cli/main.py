@@ -90,11 +90,12 @@ def help_page() -> str:
 
 def no_subcommand(name: str) -> str:
     from verl_omni.cli.recipes import shipped
-    from verl_omni.utils.suggest import unknown
+    from verl_omni.utils.suggest import nearest
 
     if name in shipped():
         return f'"{name}" is a recipe: type verl-omni train {name}'
-    return f"{unknown('subcommand', name, SUBCOMMANDS)}; verl-omni --help says what each does"
+    hint = nearest(name, SUBCOMMANDS).replace(" Did", ": did", 1)
+    return f'unknown subcommand "{name}"{hint or ";"} verl-omni --help lists them'
 
 
 @contextmanager
