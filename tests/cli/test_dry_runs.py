@@ -74,6 +74,14 @@ def test_a_reward_that_fails_is_known_before_a_run(here, monkeypatch, reward, li
     assert said.startswith("error: ") and line in said and "\n" not in said
 
 
+@pytest.mark.parametrize("command", [check, overfit])
+def test_a_mistake_in_a_reward_is_known_before_libraries_are_loaded(command, here, monkeypatch, capsys):
+    settings = tiny_settings(here)
+    (here / "mine.py").write_text("def compute_score(image):\n    return imge.size[0]\n")
+    assert "raised NameError: name 'imge' is not defined" in run(command, monkeypatch, *settings)
+    assert "libraries" not in capsys.readouterr().out
+
+
 def test_what_train_refuses_a_check_refuses(here, monkeypatch, capsys):
     said = run(check, monkeypatch, *tiny_settings(here), "data.train_batch_size=200")
     assert said.startswith("error: data.train_batch_size=200 is more than the 3 prompts")

@@ -60,9 +60,12 @@ ALONE = {
 
 
 def load_libraries(config: DictConfig) -> None:
-    """They take seconds, in which the screen would be empty."""
+    """They take seconds, in which the screen would be empty. A reward function with a mistake is told before them."""
     from verl_omni.cli.train import import_checks
+    from verl_omni.trainer.checks.reward_trial import try_first
 
+    with mistakes_in_one_line():
+        try_first(config)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # if it comes to that: there is no log for the rest
     with step("libraries, loaded"):
         import_checks(config)
