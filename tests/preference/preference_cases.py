@@ -57,9 +57,11 @@ def model_config(path: Any, loss: str, lora: bool = False, **pipeline: Any) -> D
     )
 
 
-def make_engine(path: Any, loss: str, lora: bool = False, micro_batch: int = 6) -> DiffusersFSDPEngine:
+def make_engine(
+    path: Any, loss: str, lora: bool = False, micro_batch: int = 6, **pipeline: Any
+) -> DiffusersFSDPEngine:
     engine = DiffusersFSDPEngine(
-        model_config(path, loss, lora), FSDPConfig(), OptimizerConfig(**OPTIM), CheckpointConfig(), NoiseLevels
+        model_config(path, loss, lora, **pipeline), FSDPConfig(), OptimizerConfig(**OPTIM), CheckpointConfig(), NoiseLevels
     )
     engine.initialize()
     if lora:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_checkpoint
 
 from verl_omni.testing.local_trainer import local_config
+from verl_omni.trainer.checks.frozen import check_folder
 from verl_omni.trainer.checks.preflight import check_start
 
 REF, MODEL, ACTOR = "actor_rollout_ref.ref", "actor_rollout_ref.model", "actor_rollout_ref.actor"
@@ -34,15 +35,23 @@ def other(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def deeper(tmp_path_factory):
-    """Of the same family, with a block more: its transformer alone."""
+# Models, the name that each gives to its depth, and the scale that is no guidance.
+DEEPER = {"QwenImagePipeline": ("num_layers", 1.0), "ZImagePipeline": ("n_layers", 0.0)}
+
+
+@pytest.fixture(scope="module", params=DEEPER)
+def deeper(request, tmp_path_factory):
+    """An architecture, and a model of its family with a block more: its transformer alone."""
     folder = tmp_path_factory.mktemp("deeper")
-    config = json.loads((tiny_checkpoint() / "transformer/config.json").read_text())
+    config = json.loads((tiny_checkpoint(request.param) / "transformer/config.json").read_text())
     torch.manual_seed(0)
-    model = diffusers.QwenImageTransformer2DModel.from_config(config | {"num_layers": config["num_layers"] + 1})
+    kind, depth = getattr(diffusers, config["_class_name"]), DEEPER[request.param][0]
+    model = kind.from_config(config | {depth: config[depth] + 1})
+    with torch.no_grad():
+        for parameter in model.parameters():  # Z-Image begins its paddings as they come
+            parameter.normal_(std=0.05)
     model.save_pretrained(folder / "transformer")
-    return folder
+    return request.param, folder
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +62,19 @@ def adapter(tmp_path_factory, process_group):
     return folder / "export"
 
 
+def an_engine(architecture: str = "QwenImagePipeline", lora: bool = False):
+    return make_engine(tiny_checkpoint(architecture), "awm", lora=lora, guidance_scale=DEEPER[architecture][1])
+
+
 def velocities(engine, policy: str) -> torch.Tensor:
-    data = make_batch(make_engine(tiny_checkpoint(), "awm"))  # the same samples for everybody
+    data = make_batch(an_engine(engine.model_config.architecture))  # the same samples for everybody
     return engine.before_update(data, {"ref_velocity": policy})["ref_velocity"]
 
 
-def diffusers_own(folder) -> torch.Tensor:
+def diffusers_own(folder, architecture: str = "QwenImagePipeline") -> torch.Tensor:
     """What plain diffusers' transformer of the folder says in the place of an engine's."""
-    engine = make_engine(tiny_checkpoint(), "awm")
-    engine.module = diffusers.QwenImageTransformer2DModel.from_pretrained(folder, subfolder="transformer").eval()
+    engine = an_engine(architecture)
+    engine.module = type(engine.module).from_pretrained(folder, subfolder="transformer").eval()
     return velocities(engine, "current")
 
 
@@ -79,9 +92,40 @@ def test_a_model_is_the_reference_of_a_lora_and_of_all_weights(process_group, ot
 
 @pytest.mark.parametrize("lora", [True, False])
 def test_it_may_have_more_blocks(process_group, deeper, lora):
-    engine = make_engine(tiny_checkpoint(), "awm", lora=lora)
-    engine.keep_reference(path=str(deeper))
-    assert torch.equal(velocities(engine, "reference"), diffusers_own(deeper))
+    architecture, folder = deeper
+    engine = an_engine(architecture, lora)
+    check_folder("ref.path", folder, engine.model_config)
+    engine.keep_reference(path=str(folder))
+    assert torch.equal(velocities(engine, "reference"), diffusers_own(folder, architecture))
+
+
+def test_what_computes_something_else_is_refused(tmp_path, other):
+    """Its tensors fit, and it is another model: here with positions that turn in another way."""
+    kl, turned, older = f"{ACTOR}.use_kl_loss=true", tmp_path / "turned", tmp_path / "older"
+    config = json.loads((other / "transformer/config.json").read_text())
+    axes = config["axes_dims_rope"]
+    without = {name: value for name, value in config.items() if name != "zero_cond_t"}  # of an older diffusers
+    for folder, told in ((turned, config | {"axes_dims_rope": [*axes[1:], axes[0]]}), (older, without)):
+        shutil.copytree(other, folder)
+        (folder / "transformer/config.json").write_text(json.dumps(told))
+    for training in (LORA, ()):
+        assert "has axes_dims_rope=" in refused(kl, *training, f"{REF}.path={turned}")
+    assert prepared(kl, f"{REF}.path={older}") is not None
+
+
+@pytest.mark.parametrize("training", [LORA, ()])
+def test_tensors_that_nobody_would_look_at_are_refused(tmp_path, other, training):
+    more = shutil.copytree(other, tmp_path / "more")
+    state = load_file(more / WEIGHTS)
+    save_file(state | {"guidance.weight": torch.zeros(3)}, more / WEIGHTS)
+    with pytest.raises(ValueError, match=r"has guidance.weight for transformer, which the trained model has not"):
+        local_config(settings(tmp_path / "run", *KL, *training, f"{REF}.path={more}"))
+
+
+def test_an_adapter_of_more_layers_is_refused(tmp_path, adapter):
+    fewer = (f"{MODEL}.lora_rank=4", f"{MODEL}.target_modules=[to_q]")
+    with pytest.raises(ValueError, match=r"which the trained model has not \(or not under its target_modules\)"):
+        local_config(settings(tmp_path / "run", *KL, *fewer, f"{REF}.path={adapter}"))
 
 
 def test_an_adapter_is_swapped_in(process_group, adapter):

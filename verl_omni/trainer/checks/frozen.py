@@ -55,7 +55,20 @@ def check_folder(setting: str, folder: Path, model: DiffusionModelConfig) -> Non
         theirs, ours = (read_object(file).get("_class_name") for file in (transformer / "config.json", own))
         if theirs != ours:
             raise ValueError(f"{setting}={folder} is a {theirs}, and the trained model a {ours}")
+        _check_config(setting, folder, model)
     _check_schedule(setting, folder, model)
+
+
+def _check_config(setting: str, folder: Path, model: DiffusionModelConfig) -> None:
+    """It computes what the trained one computes, in as many blocks as it likes."""
+    from verl_omni.workers.engine.frozen import DEPTH, differences
+
+    for name, (theirs, ours) in differences(folder, model).items():
+        if name not in DEPTH:
+            raise ValueError(
+                f"{setting}={folder} has {name}={theirs} in its transformer's config, and the trained model {ours}: "
+                "they may differ in the number of blocks alone"
+            )
 
 
 def check_weights(settings: DiffusionTrainerConfig) -> None:

@@ -6,10 +6,13 @@ of the same base, a model beside a model. A whole model beside a LoRA, or one of
 
 import contextlib
 import dataclasses
+import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import diffusers
 import torch
 
 from verl_omni.config import DiffusionModelConfig
@@ -18,8 +21,12 @@ from verl_omni.pipelines.utils import read_component_config
 from verl_omni.workers.engine.protocol import TrainingEngine
 
 Stored = dict[torch.nn.Parameter, Callable[[], torch.Tensor]]
-# What two transformers that see and give the same may differ in.
-DEPTH = ("num_layers", "num_single_layers")
+# What two transformers that see and give the same may differ in, by its names in diffusers' configs: how many blocks,
+# and which of them are of which kind.
+DEPTH = {
+    "num_layers", "num_single_layers", "num_hidden_layers", "num_refiner_layers", "n_layers", "n_refiner_layers",
+    "dit_depth", "dual_attention_layers", "layer_types",
+}  # fmt: skip
 
 
 def is_model(folder: Path, model: DiffusionModelConfig) -> bool:
@@ -31,7 +38,7 @@ def own_config(folder: Path, model: DiffusionModelConfig) -> DiffusionModelConfi
     """How the folder's model is built as a module of its own; None where it can take the trained one's place."""
     if not is_model(folder, model):
         return None
-    deeper = bool(_depth(folder, model))
+    deeper = bool(differences(folder, model))
     if not (model.lora_rank or deeper):
         return None
     return dataclasses.replace(
@@ -44,13 +51,28 @@ def own_config(folder: Path, model: DiffusionModelConfig) -> DiffusionModelConfi
     )
 
 
-def _depth(folder: Path, model: DiffusionModelConfig) -> dict[str, int]:
-    """What of its own config is deeper or shallower than the trained model's."""
-    if not (folder / model.transformer_subfolder / "config.json").is_file():
-        return {}
-    theirs = read_component_config(str(folder), model.transformer_subfolder)
-    own = read_component_config(model.config_path or model.path, model.transformer_subfolder)
-    return {name: theirs[name] for name in DEPTH if name in theirs and theirs[name] != own.get(name)}
+def differences(folder: Path, model: DiffusionModelConfig) -> dict[str, tuple[Any, Any]]:
+    """What the configs of the folder's transformers have that the trained ones' have not: theirs and the trained one's.
+
+    What a config leaves out has its class's default: older versions of diffusers know less.
+    """
+    found, own = {}, Path(model.config_path or model.path)
+    for part in (model.transformer_subfolder, *DiffusionModelBase.get_class(model).trained_components[1:]):
+        if not ((folder / part / "config.json").is_file() and (own / part / "config.json").is_file()):
+            continue
+        theirs, ours = (_whole_config(read_component_config(str(place), part)) for place in (folder, own))
+        names = {name for name in theirs | ours if not name.startswith("_")}
+        found |= {n: (theirs.get(n), ours.get(n)) for n in sorted(names) if theirs.get(n) != ours.get(n)}
+    return found
+
+
+def _whole_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    known = getattr(diffusers, config.get("_class_name", ""), None)
+    if known is None:  # a class of the user's own
+        return dict(config)
+    told = {name: p.default for name, p in inspect.signature(known.__init__).parameters.items() if name != "self"}
+    listed = {name: list(value) if isinstance(value, tuple) else value for name, value in told.items()}
+    return listed | dict(config)
 
 
 def keep(engine: TrainingEngine, name: str, folder: str, setting: str, offload: bool = False) -> None:
@@ -102,6 +124,12 @@ def stored(model: DiffusionModelConfig, parts: Mapping[str, torch.nn.Module], fo
     lora, found = model.lora_rank > 0, {}
     for part_name, part in parts.items():
         shapes, read = _adapter(model, folder, parts, part_name) if lora else _model(model, folder, part_name)
+        places = {name.replace(".default.", ".") if lora else name: name for name in part.state_dict()}
+        if strange := sorted(shapes.keys() - places.keys()):
+            raise ValueError(
+                f"{setting}={folder} has {strange[0]} for {part_name}, which the trained model has not"
+                f"{' (or not under its target_modules)' if lora else ''}: nobody would look at it"
+            )
         for name, parameter in part.named_parameters():
             if not parameter.requires_grad:
                 continue
