@@ -30,6 +30,13 @@ def pixels(path) -> np.ndarray:
     return np.asarray(Image.open(path))
 
 
+def check_same(ours: np.ndarray, theirs: np.ndarray) -> None:
+    """But for a pixel or two in the middle between two values: a product of other rows may round its last bit
+    differently, and on some processors does."""
+    off = np.abs(ours.astype(int) - theirs)
+    assert off.max() <= 1 and (off > 0).mean() < 1e-3
+
+
 def lines(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -50,7 +57,7 @@ def test_a_run_draws_what_its_validation_drew(tiny_run, tmp_path, monkeypatch):
     assert [(row["prompt"], row["seed"]) for row in rows] == [(s["prompt"], n) for s in shown for n in seeds]
     for i, row in enumerate(shown):
         ours = pixels(tmp_path / "drawn" / rows[i * len(seeds) + i]["image"])
-        assert np.array_equal(ours, pixels(tiny_run / "validation/step_2" / row["image"]))
+        check_same(ours, pixels(tiny_run / "validation/step_2" / row["image"]))
     assert pixels(tmp_path / "drawn/grid.png").shape == (3 * 32, 3 * 32, 3)
 
 
@@ -86,7 +93,7 @@ def test_the_lora_in_diffusers(tiny_run, tmp_path, monkeypatch):
     run(sample, monkeypatch, tiny_run, "--prompt", "a cat", "--seeds", 5, "--out", tmp_path / "drawn")
     pipe = QwenImagePipeline.from_pretrained(tiny_checkpoint())
     pipe.load_lora_weights(tmp_path / "lora", weight_name=LORA_FILE)
-    assert np.array_equal(drawn_by_diffusers(pipe), pixels(tmp_path / "drawn/0000_seed5.png"))
+    check_same(drawn_by_diffusers(pipe), pixels(tmp_path / "drawn/0000_seed5.png"))
 
 
 def test_kohyas_keys_are_read_back_by_diffusers(tiny_run, tmp_path, monkeypatch):

@@ -60,9 +60,8 @@ def model_config(path: Any, loss: str, lora: bool = False, **pipeline: Any) -> D
 def make_engine(
     path: Any, loss: str, lora: bool = False, micro_batch: int = 6, **pipeline: Any
 ) -> DiffusersFSDPEngine:
-    engine = DiffusersFSDPEngine(
-        model_config(path, loss, lora, **pipeline), FSDPConfig(), OptimizerConfig(**OPTIM), CheckpointConfig(), NoiseLevels
-    )
+    model, optim = model_config(path, loss, lora, **pipeline), OptimizerConfig(**OPTIM)
+    engine = DiffusersFSDPEngine(model, FSDPConfig(), optim, CheckpointConfig(), NoiseLevels)
     engine.initialize()
     if lora:
         disturb(engine, "lora_B", 0.05)

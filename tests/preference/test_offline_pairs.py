@@ -211,7 +211,7 @@ def test_every_other_model_takes_pairs():
 
 
 def test_an_adapter_that_cannot_turn_images_into_latents_is_refused(monkeypatch):
-    config = model_config(SD3)
+    config = model_config(QWEN)
     monkeypatch.delattr(DiffusionModelBase.get_class(config), "encode_image")
     with pytest.raises(ValueError, match="has an adapter, .*, without encode_image"):
         check_takes_pairs(config)

@@ -81,6 +81,7 @@ def worker_of(engine, **actor) -> Worker:
     worker.loss_function = build_loss_function(worker.actor_config)
     worker.trajectories, worker.rollout, worker.anchors = TrajectoryStore(), None, {}
     worker.flop_meter, worker.flops, worker._settled, worker.old_log_probs = None, {}, True, None
+    worker._peaks = 0, 0
     return worker
 
 

@@ -28,6 +28,7 @@ from verl_omni.trainer.diffusion.rollouts import EmbeddedRollouts, ServerRollout
 from verl_omni.trainer.resources import choose_device
 from verl_omni.utils.background import start, wait_for
 from verl_omni.workers.diffusion_worker import DiffusionWorker
+from verl_omni.workers.engine.compile import clock
 from verl_omni.workers.rewriting_worker import worker_class
 from verl_omni.workers.rollout import server_class
 from verl_omni.workers.rollout.base import RolloutOutput
@@ -78,7 +79,7 @@ class _LocalWorkers:
         worker.init_model()
         self.actor_wg, self.reward_loop_manager = _LocalGroup(worker), None
         if config.actor_rollout_ref.hybrid_engine:
-            self.rollouts, servers = EmbeddedRollouts(self.actor_wg, self.layout), [_Handle(worker)]
+            self.rollouts, servers = _LocalRollouts(self.actor_wg, self.layout), [_Handle(worker)]
         else:
             worker.trajectories = _LocalTrajectories(worker.trajectories.on_host)
             count = config.actor_rollout_ref.rollout.n_gpus_per_node or 1
@@ -99,6 +100,11 @@ class _LocalWorkers:
 
     def give_up_checkpoint(self) -> None:
         self.actor_wg.worker.give_up_checkpoint()
+
+
+class _LocalRollouts(EmbeddedRollouts):
+    def compiling_seconds(self) -> float:
+        return clock.seconds()
 
 
 class _Handle:
