@@ -57,6 +57,13 @@ def test_a_run_has_one_folder(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         quickstart.main()
     assert "both name the run's folder: leave one out" in capsys.readouterr().err and len(ran) == 1
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/metrics.jsonl").touch()
+    monkeypatch.setattr("sys.argv", [*arguments[:-1], "trainer.default_local_dir=~/mine"])
+    monkeypatch.setattr(quickstart, "train", lambda command: 0)
+    with pytest.raises(ValueError, match=r"mine/metrics.jsonl is empty"):  # it is looked for where it is
+        quickstart.main()
 
 
 def test_without_metrics_there_is_nothing_to_report(tmp_path, monkeypatch):

@@ -56,7 +56,7 @@ def main() -> None:
     if named := [override.removeprefix(RUN_DIR) for override in overrides if override.startswith(RUN_DIR)]:
         if options.run:
             parser.error(f"--run {options.run} and {RUN_DIR}{named[-1]} both name the run's folder: leave one out")
-        run_dir = Path(named[-1])
+        run_dir = Path(named[-1]).expanduser()
     command = training_command(options.out, run_dir, overrides, task)
     print(f"{TASKS[task]}\n\n    {shown(command)}\n", flush=True)
     code = train(command)
