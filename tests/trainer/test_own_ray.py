@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -116,6 +117,30 @@ def test_the_names_that_it_exchanges_are_those_of_ray():
 def test_without_a_cause_in_the_log(tmp_path, log):
     (tmp_path / "raylet.out").write_text(log)
     assert cause("raylet", [f"--log_dir={tmp_path}"]) == cause("raylet", ["--node=1"]) == ""
+
+
+def test_two_runs_take_no_port_of_each_other(monkeypatch):
+    """Also where both look at a time at which neither listens yet."""
+    monkeypatch.setattr(own_ray, "ROWS", 2)
+    one, other = Daemons(), Daemons()
+    first, second = one.claim_ports(4), other.claim_ports(4)
+    assert len({*first, *second}) == 8
+    with socket.socket() as agent:
+        agent.bind(("", first[0]))  # what is claimed is not taken
+    one.end()
+    third = Daemons()
+    assert third.claim_ports(4) == first
+    third.end()
+    other.end()
+
+
+def test_a_row_in_which_somebody_listens_is_left_out(monkeypatch):
+    monkeypatch.setattr(own_ray, "ROWS", 2)
+    daemons, rows = Daemons(), [own_ray.FIRST_PORT, own_ray.FIRST_PORT + own_ray.ROW]
+    with socket.socket() as stranger:
+        stranger.bind(("", rows[0] + 3))
+        assert daemons.claim_ports(4)[0] == rows[1] + 1
+    daemons.end()
 
 
 def test_the_main_thread_is_told_wherever_it_waits():

@@ -24,6 +24,8 @@ from verl_omni.utils.errors import RunError
 
 STARTS = 3
 SECONDS = 180.0  # for one start, as long as all of its processes live
+# Above Ray's own ports; those of ranks that meet come next (`resources.rendezvous_ports`), then the system's own.
+FIRST_PORT, ROW, ROWS = 20_000, 8, 750
 WATCHED = ("gcs_server", "raylet")  # without one of these there is no Ray
 # Ray's own settings, by default 30 s: for the port of its server, and for the agents of its raylet.
 LIMITS = {"RAY_gcs_server_port_wait_time_s": "180", "RAY_agent_register_timeout_ms": "180000"}
@@ -38,6 +40,26 @@ class Daemons:
 
     def __init__(self) -> None:
         self._processes: list[tuple[str, subprocess.Popen, list[str]]] = []
+        self._claim: socket.socket | None = None
+
+    def claim_ports(self, count: int) -> list[int]:
+        """Ports where nobody listens now, in a row that no other run takes before these processes do.
+
+        That is why the one before them is bound until these processes end: they themselves may listen seconds later.
+        """
+        while True:
+            before = FIRST_PORT + ROW * secrets.randbelow(ROWS)
+            claim = socket.socket()
+            try:
+                claim.bind(("", before))
+                for port in range(before + 1, before + 1 + count):
+                    with socket.socket() as tried:
+                        tried.bind(("", port))
+            except OSError:
+                claim.close()
+                continue
+            self._claim = claim
+            return list(range(before + 1, before + 1 + count))
 
     def add(self, name: str, process: subprocess.Popen, command: list[str]) -> None:
         self._processes.append((name, process, command))
@@ -52,6 +74,8 @@ class Daemons:
         for _, process, _ in self._processes:
             process.kill()
             process.wait()
+        if self._claim is not None:
+            self._claim.close()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -117,13 +141,14 @@ def _patience(daemons: Daemons) -> Iterator[dict[str, Any]]:
     """Waits for Ray's processes as long as they live; yields further arguments for `ray.init`.
 
     A raylet waits until its agents have said on which port they listen, for 15 s, and no setting changes that. With
-    ports that are chosen beforehand it does not ask. Somebody may take one of them meanwhile: then it dies.
+    ports that are chosen beforehand it does not ask. If some other program takes one of them meanwhile it dies, as soon
+    as its agents have started: the run then ends with that line.
     """
     from ray._private import node, parameter, services
 
     began, start_process, get_node = time.monotonic(), services.start_ray_process, services.get_node
     names = ("metrics_agent_port", "dashboard_agent_listen_port", "runtime_env_agent_port", "metrics_export_port")
-    ports = dict(zip(names, free_ports(len(names)), strict=True))
+    ports = dict(zip(names, daemons.claim_ports(len(names)), strict=True))
 
     def start(command: list[str], process_type: str, *args: Any, **kwargs: Any) -> Any:
         if process_type == "raylet":  # Ray's own Python code does not hand it on
@@ -156,20 +181,6 @@ def _patience(daemons: Daemons) -> Iterator[dict[str, Any]]:
         made = functools.partial(parameter.RayParams, **ports, no_monitor=True)
         stack.enter_context(swapped(parameter, "RayParams", made))
         yield export
-
-
-def free_ports(count: int) -> list[int]:
-    """Nobody listens there now: above Ray's own, and below those that the system hands out."""
-    found: list[int] = []
-    while len(found) < count:
-        port = 20_000 + secrets.randbelow(12_000)
-        with socket.socket() as tried:
-            try:
-                tried.bind(("", port))
-            except OSError:
-                continue
-        found += [port] if port not in found else []
-    return found
 
 
 def ended(code: int) -> str:

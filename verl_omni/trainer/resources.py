@@ -14,7 +14,7 @@ import torch
 from omegaconf import DictConfig
 
 from verl_omni.trainer import forked
-from verl_omni.trainer.own_ray import Daemons, start_own_ray
+from verl_omni.trainer.own_ray import FIRST_PORT, ROW, ROWS, Daemons, start_own_ray
 from verl_omni.trainer.placement import all_wanted
 from verl_omni.utils import cpu_platform
 
@@ -53,11 +53,11 @@ def cluster_has_gpus(address: str) -> bool:
 
 
 def rendezvous_ports() -> list[int]:
-    """Where the ranks' meeting point may listen: first and last port, above Ray's and below the system's own.
+    """Where the ranks' meeting point may listen: first and last port, above those of Ray and below the system's own.
 
     A port of the system's may be gone again when the first rank comes to listen, seconds after it was found free.
     """
-    return [20_000 + secrets.randbelow(12_000), 32_767]
+    return [FIRST_PORT + ROW * ROWS + secrets.randbelow(6_000), 32_767]
 
 
 def worker_environment(device: str, workers_per_node: int, address: str | None) -> dict[str, str]:
