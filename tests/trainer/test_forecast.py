@@ -29,6 +29,7 @@ from verl_omni.config import (
 from verl_omni.perf.rates import rates
 from verl_omni.pipelines.utils import pipeline_class
 from verl_omni.trainer.checks.preparation import prepare_config
+from verl_omni.trainer.forecast.amounts import amounts
 from verl_omni.trainer.forecast.forecast import forecast
 from verl_omni.trainer.forecast.model import EmptyModel, ModelCosts
 from verl_omni.trainer.forecast.passes import Pass, Passes
@@ -340,6 +341,7 @@ def test_what_the_plan_does_not_know_it_says(tmp_path):
 
     assert asked() == []
     assert asked("actor_rollout_ref.rewriter.path=x") == ["the rewriter"]
+    assert asked(f"{ACTOR}.teacher.path=x") == ["the forwards of a teacher"]
     (line,) = asked("actor_rollout_ref.rollout.precision=fp8")
     assert line.startswith("8-bit copies")
     assert asked(f"{ACTOR}.strategy=veomni")[0].startswith("VeOmni's own kernels")
@@ -354,6 +356,29 @@ def test_what_the_plan_does_not_know_it_says(tmp_path):
         assert asked(f"{away}=true") == ["the seconds in which what is offloaded goes to the host's memory and back"]
     assert asked("trainer.mode=separate") == ["the seconds that weights take to the rollout servers"]
     assert asked(f"{MODEL}.architecture=GlmImagePipeline") == ["the tokens that the model writes before it draws"]
+
+
+def test_a_model_of_ones_own_beside_a_lora_is_counted(tmp_path):
+    """A whole one as large as the trained model's base; what is swapped in is as large as what is trained."""
+    model, adapter = tiny_checkpoint(), tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "pytorch_lora_weights.safetensors").touch()
+    kl = (f"{ACTOR}.use_kl_loss=true", f"{MODEL}.lora_rank=4")
+    costs = costs_of(model, "QwenImagePipeline", f"{MODEL}.lora_rank=4")
+    base = costs.weights.numel - costs.weights.trained
+
+    def held(*more: str) -> dict[str, float]:
+        settings = OmegaConf.to_object(prepare_config(composed(*overrides_of(tmp_path, model, *kl, *more))))
+        return RankMemory(costs, settings, amounts(settings), Layout(), 80e9).held
+
+    reference = "actor_rollout_ref.ref"
+    plain, whole, swapped = held(), held(f"{reference}.path={model}"), held(f"{reference}.path={adapter}")
+    assert whole == plain | {"models of your own": base * costs.dtype.itemsize}
+    assert swapped == plain | {"reference and other policies": costs.weights.trained_bytes()}
+    teachers = held(f"{ACTOR}.teacher.path={{jpeg_compressibility: {model}, other: {adapter}}}")
+    assert teachers == whole | swapped
+    away = held(f"{reference}.path={model}", f"{reference}.param_offload=true")
+    assert away == plain
 
 
 @pytest.mark.parametrize(

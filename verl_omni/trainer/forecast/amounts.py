@@ -2,11 +2,14 @@
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from verl_omni.algorithms.forward_process import follows_old_policy
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.schedulers.windows import sde_window
+from verl_omni.workers.engine.frozen import own_config
+from verl_omni.workers.engine.teachers import teacher_folders
 from verl_omni.workers.layout import Layout
 from verl_omni.workers.losses import build_loss_function
 
@@ -22,7 +25,8 @@ class Amounts:
     mini_images: int  # of one optimizer step
     draws: bool
     reference: bool
-    copies: int  # of the trained weights: old policy, moving average
+    copies: int  # of the trained weights: old policy, moving average, frozen policies that are swapped in
+    models: int = 0  # beside the trained one: frozen policies that are modules of their own
 
     def pairs(self, layout: Layout) -> int:
         """That a rank trains on in one optimizer step."""
@@ -40,6 +44,7 @@ def amounts(settings: DiffusionTrainerConfig) -> Amounts:
         stored = 0
         trained = algorithm.timesteps_per_sample or max(1, math.ceil(steps * algorithm.timestep_fraction - 1e-9))
     group = arr.rollout.n if draws else 2
+    models, swapped_in = _frozen(settings)
     return Amounts(
         images=settings.data.train_batch_size * group,
         steps=steps,
@@ -50,5 +55,16 @@ def amounts(settings: DiffusionTrainerConfig) -> Amounts:
         mini_images=arr.actor.ppo_mini_batch_size * group,
         draws=draws,
         reference=build_loss_function(arr.actor).needs_reference,
-        copies=int(follows_old_policy(arr.model.algorithm, arr.actor)) + bool(arr.actor.ema_decay),
+        copies=int(follows_old_policy(arr.model.algorithm, arr.actor)) + bool(arr.actor.ema_decay) + swapped_in,
+        models=models,
     )
+
+
+def _frozen(settings: DiffusionTrainerConfig) -> tuple[int, int]:
+    """Of the folders that a reference and teachers are read from: modules of their own, and what is swapped in."""
+    arr = settings.actor_rollout_ref
+    folders = list(teacher_folders(arr.actor.teacher.path).values())
+    if arr.ref.path is not None and not arr.ref.param_offload:
+        folders.append(arr.ref.path)
+    models = sum(own_config(Path(folder).expanduser(), arr.model) is not None for folder in folders)
+    return models, len(folders) - models

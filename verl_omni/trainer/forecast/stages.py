@@ -22,6 +22,7 @@ GIB = 2**30
 LIBRARIES = 2 * 32 * 2**20  # workspaces of cuBLAS, of the forward's and of the backward's thread
 DECODED_AT_ONCE = 16  # `decode_batch_size` of the rollout
 LATENTS_OF_A_PAIR = 4  # before and after the step, the unguided half, and the reference's mean
+BESIDE = ("reference and other policies", "models of your own", "VAE", "text encoders")
 GATHERED = 2  # blocks at a time: the one that runs, and the next one
 FOLD_BELOW = 0.75  # of the memory: the engine folds LoRA where its weights take less
 
@@ -60,10 +61,14 @@ class RankMemory:
         if not engine.optimizer_offload:
             found["optimizer state"] = trained * optimizer_ratio(self.actor.optim)
         copies = self.amounts.copies
-        if self.amounts.reference and self.model.lora_rank == 0 and not self.ref.param_offload:
+        as_it_began = self.amounts.reference and self.ref.path is None
+        if as_it_began and self.model.lora_rank == 0 and not self.ref.param_offload:
             copies += 1
         if copies and not engine.param_offload:
             found["reference and other policies"] = trained * copies
+        if self.amounts.models and not engine.param_offload:
+            base = self.weights.numel - (self.weights.trained if self.model.lora_rank else 0)
+            found["models of your own"] = self.amounts.models * base * self.itemsize / self.parts
         if self.amounts.draws and not self.servers:
             found["VAE"] = self.costs.vae_bytes
             if not self.rollout.encoder_offload:
@@ -138,7 +143,7 @@ class RankMemory:
 
     @property
     def _copies_at_start(self) -> dict[str, float]:
-        return {k: v for k, v in self.held.items() if k in ("reference and other policies", "VAE", "text encoders")}
+        return {k: v for k, v in self.held.items() if k in BESIDE}
 
     @property
     def rows_drawn(self) -> int:
@@ -234,6 +239,7 @@ def not_counted(settings: DiffusionTrainerConfig) -> list[str]:
         "the rewriter": arr.rewriter.path is not None,
         "the tokens that the model writes before it draws": writes_tokens and arr.rewriter.path is None,
         "8-bit copies of weights, and what 8 bits save": {arr.rollout.precision, arr.rollout.pool.precision} != {None},
+        "the forwards of a teacher": arr.actor.teacher.path is not None,
         "the pool that images are chosen from": arr.rollout.pool.size is not None,
         "the gradient of the reward in an update: the decoder's activations and a reward's model": (
             "predicted_reward" in get_diffusion_loss_fn(arr.actor.diffusion_loss.loss_mode).required_model_output_keys
