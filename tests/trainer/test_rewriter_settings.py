@@ -1,5 +1,6 @@
 """What a rewriter cannot do is refused in one line, before a worker starts."""
 
+import dataclasses
 import json
 import re
 from importlib.util import spec_from_file_location
@@ -8,8 +9,12 @@ import pytest
 from refusals import refused
 from tiny_language_model import REWRITER, rewriting, tokenizer_of_texts
 from tiny_models import tiny_checkpoint
+from transformers import AutoConfig
 
+from verl_omni.config import RewriterConfig
+from verl_omni.pipelines.causal_lm import load_tokenizer, tokenize
 from verl_omni.testing.tiny_image_text import image_text_model
+from verl_omni.trainer.checks.rewriter import check_prompts
 from verl_omni.workers.rollout.vllm_rollout import texts
 
 OWN = rewriting()[:1]
@@ -79,3 +84,15 @@ def test_vllm_writes_with_models_of_text_alone(tmp_path):
 def test_models_that_write_no_text_here(tmp_path, kind, expected):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     assert re.search(expected, refused(f"{REWRITER}.path={tmp_path}"))
+
+
+def test_prompts_that_vllm_has_no_room_for():
+    """Whatever the diffusion model would take."""
+    config = RewriterConfig(path=OWN[0].partition("=")[2], rollout="vllm", max_new_tokens=8)
+    most = texts.longest_text(config, AutoConfig.from_pretrained(config.path))
+    tokens = len(tokenize(load_tokenizer(config.path), "7 " * 100, config.template, config.system))
+    assert tokens + 8 < most
+    check_prompts(config, ["7 " * 100, "a cat"])
+    with pytest.raises(ValueError, match=rf"is longer than the {most} that there is room for; .*begins with '7 7 "):
+        check_prompts(config, ["a cat", "7 " * most])
+    check_prompts(dataclasses.replace(config, rollout="transformers"), ["7 " * most])

@@ -96,6 +96,10 @@ class PromptDataset(Dataset):
                             "out, or put it into extra_info under another name if a reward is to read it"
                         )
 
+    def prompts(self) -> set[str]:
+        """Each of its texts once, without a look at images."""
+        return {row[self.prompt_key] for file in self._files for _, row in file.scan((self.prompt_key,))}
+
     def __len__(self) -> int:
         return self._length
 

@@ -19,6 +19,7 @@ from verl_omni.trainer.callbacks import callback_class
 from verl_omni.trainer.checks.correction import without_weights
 from verl_omni.trainer.checks.frozen import check_weights
 from verl_omni.trainer.checks.preparation import prepare_config
+from verl_omni.trainer.checks.rewriter import check_prompts
 from verl_omni.trainer.checks.workers import check_even
 from verl_omni.trainer.run_folder.resuming import Start, plan_start
 from verl_omni.utils.hub import model_folder
@@ -102,6 +103,7 @@ def check_data(config: DictConfig) -> None:
             raise ValueError(
                 f"{model_config.architecture} draws from images, and {key} has none: give its rows a column `images`"
             )
+        check_prompts(OmegaConf.to_object(config.actor_rollout_ref.rewriter), dataset.prompts())
         if adapter.tokenizes_images:
             continue
         rows, limit = [dataset[i] for i in range(len(dataset))], pipeline.max_sequence_length

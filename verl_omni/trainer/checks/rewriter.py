@@ -1,18 +1,19 @@
 """Whether a rewriter can write for this run, found before a worker starts."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from verl_omni.config import RewriterConfig
 from verl_omni.config.knob import typed
 from verl_omni.config.schema import DiffusionTrainerConfig
-from verl_omni.pipelines.causal_lm import CausalLM, writer_of
+from verl_omni.pipelines.causal_lm import CausalLM, load_tokenizer, tokenize, writer_of
 from verl_omni.pipelines.image_text import KINDS
 from verl_omni.utils.hub import model_folder
 from verl_omni.utils.json_files import read_object
 from verl_omni.utils.model_code import refuse_code
 from verl_omni.workers.rollout import engine_class
-from verl_omni.workers.rollout.vllm_rollout.texts import INSTALL, missing
+from verl_omni.workers.rollout.vllm_rollout.texts import INSTALL, longest_text, missing, too_long
 
 WHERE = "actor_rollout_ref.rewriter"
 VLLM, TRANSFORMERS = f"{WHERE}.rollout=vllm", f"set {WHERE}.rollout=transformers"
@@ -43,6 +44,20 @@ def check_rewriter(settings: DiffusionTrainerConfig) -> None:
     _check_what_learns(settings)
     if rewriter.rollout == "vllm":
         _check_vllm(rewriter, writer)
+
+
+def check_prompts(rewriter: RewriterConfig, prompts: Iterable[str]) -> None:
+    """vLLM has room for the longest of them, and says so before a run rather than in the midst of it."""
+    if rewriter.path is None or rewriter.rollout != "vllm":
+        return
+    from transformers import AutoConfig
+
+    folder = str(_check_folder(rewriter.path))
+    tokenizer, longest = load_tokenizer(folder), longest_text(rewriter, AutoConfig.from_pretrained(folder))
+    for prompt in prompts:
+        tokens = len(tokenize(tokenizer, prompt, rewriter.template, rewriter.system))
+        if line := too_long(tokens, rewriter, longest):
+            raise ValueError(f"{line} (it begins with {prompt[:40]!r})")
 
 
 def _check_folder(path: str) -> Path:

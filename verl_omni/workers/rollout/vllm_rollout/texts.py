@@ -39,6 +39,23 @@ def missing() -> str | None:
     return None
 
 
+def longest_text(config: RewriterConfig, model: Any) -> int:
+    """Tokens of a prompt and its text that there is room for; `model` is its config of transformers."""
+    most = getattr(model.get_text_config(), "max_position_embeddings", None)
+    return min(filter(None, (PROMPT_TOKENS + config.max_new_tokens, most)))
+
+
+def too_long(tokens: int, config: RewriterConfig, longest: int) -> str | None:
+    """What is wrong with a prompt of so many tokens."""
+    if tokens + config.max_new_tokens <= longest:
+        return None
+    return (
+        f"{NAME}: a prompt of {tokens} tokens, with {config.max_new_tokens} more "
+        f"(actor_rollout_ref.rewriter.max_new_tokens), is longer than the {longest} that there is room for; shorten "
+        "it, or set actor_rollout_ref.rewriter.rollout=transformers"
+    )
+
+
 class VllmTextRollout(TextRollout):
     """Requests of a block are written together, and each draws from random numbers of its own."""
 
@@ -47,8 +64,7 @@ class VllmTextRollout(TextRollout):
 
     def __init__(self, config: RewriterConfig, engine: TrainingEngine, tokenizer: Any, max_num_seqs: int):
         super().__init__(config, engine.module, tokenizer, engine.device, engine.autocast, max_num_seqs)
-        most = getattr(engine.module.config.get_text_config(), "max_position_embeddings", None)
-        self.longest = min(filter(None, (PROMPT_TOKENS + config.max_new_tokens, most)))
+        self.longest = longest_text(config, engine.module.config)
         self.llm = build(engine.model_config.path, engine.dtype, self.longest, max_num_seqs)
         self.model = self.llm.llm_engine.model_executor.driver_worker.get_model()
 
@@ -72,12 +88,8 @@ class VllmTextRollout(TextRollout):
 
         prompts = [self.ids_of(request) for request in requests]
         for prompt in prompts:
-            if len(prompt) + self.config.max_new_tokens > self.longest:
-                raise RunError(
-                    f"{NAME}: a prompt of {len(prompt)} tokens, with {self.config.max_new_tokens} more "
-                    f"(actor_rollout_ref.rewriter.max_new_tokens), is longer than the {self.longest} that there is "
-                    "room for; shorten it, or set actor_rollout_ref.rewriter.rollout=transformers"
-                )
+            if line := too_long(len(prompt), self.config, self.longest):
+                raise RunError(line)
         asked = [
             SamplingParams(
                 temperature=request.temperature,
