@@ -1,16 +1,20 @@
 """GLM-Image's autoregressive model as what learns: tokens are drawn, replayed and drawn by the decoder."""
 
+import json
+
+import numpy as np
 import pytest
 import torch
 from diffusers import GlmImagePipeline
 from e2e_runs import metrics, run_here, settings
+from PIL import Image
 from safetensors.torch import load_file
 from tiny_language_model import REWRITER
 from tiny_models import tiny_checkpoint
 from transformers import GlmImageForConditionalGeneration
 
 from verl_omni.cli.painter import Painter
-from verl_omni.cli.trained import find_weights
+from verl_omni.cli.trained import drawing_settings, find_weights
 from verl_omni.config import (
     DiffusionActorConfig,
     DiffusionLossConfig,
@@ -131,7 +135,8 @@ def test_a_run(tmp_path, monkeypatch, train):
     """Each of the two learns, or stays as it is; before the first update both have drawn what they replay."""
     model = tiny_checkpoint("GlmImagePipeline")
     own = [f"{REWRITER}.path={model}/vision_language_encoder", f"{REWRITER}.train={train}", f"{REWRITER}.lr=0.01"]
-    few = ["trainer.total_training_steps=1", "data.val_files=null", "actor_rollout_ref.rollout.n=2"]
+    own.append(f"{REWRITER}.val_temperature=1.0")
+    few = ["trainer.total_training_steps=1", "actor_rollout_ref.rollout.n=2"]
     run_here(settings(tmp_path / "run", *own, *few, model=model), tmp_path, monkeypatch)
     told = metrics(tmp_path / "run")[1]
     if train != "generator":
@@ -148,8 +153,17 @@ def test_a_run(tmp_path, monkeypatch, train):
         exported = tmp_path / "run/global_step_1" / place
         after = load_file(exported / (name if place == "export" else "model.safetensors"))
         assert learns == any(not torch.equal(value.float(), after[key].float()) for key, value in before.items())
-    (drawn,) = Painter(find_weights(tmp_path / "run"), {}, "cpu").draw(["a cat"], [0])
-    assert drawn.response.dtype == torch.uint8 and drawn.told == {}, "`sample` has the model's own tokens, and no text"
+    shown = tmp_path / "run/validation/step_1"
+    rows = [json.loads(line) for line in (shown / "samples.jsonl").read_text().splitlines()]
+    painter = Painter(find_weights(tmp_path / "run"), {}, "cpu")
+    drawn = painter.draw([row["prompt"] for row in rows], [row["seed"] for row in rows])
+    for one, row in zip(drawn, rows, strict=True):  # from the trained model's tokens, and no text
+        theirs = torch.from_numpy(np.array(Image.open(shown / row["image"]))).permute(2, 0, 1)
+        assert (one.response.int() - theirs.int()).abs().max() <= 1 and one.told == {}
+    if train != "generator":
+        before = Painter(find_weights(model), drawing_settings(find_weights(tmp_path / "run")), "cpu")
+        (untrained,) = before.draw([rows[0]["prompt"]], [rows[0]["seed"]])
+        assert not torch.equal(untrained.response, drawn[0].response)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 
 from verl_omni.algorithms.registry import fill_nulls
 from verl_omni.cli.trained import FULL_FILES, LORA_FILE, Weights, drawing_settings
-from verl_omni.cli.writer import Writer
+from verl_omni.cli.writer import Writer, Written
 from verl_omni.config import DiffusionModelConfig, DiffusionPipelineConfig, DiffusionRolloutAlgoConfig
 from verl_omni.pipelines.drawing import Drawer, Request
 from verl_omni.pipelines.model_base import DiffusionModelBase
@@ -47,7 +47,7 @@ class Painter:
         pipe = self.adapter.load_pipeline(self.config, self.device, dtype)
         self.drawer = Drawer(self.config, pipe, module.to(self.device).eval(), self.device)
         self.tokenizers = self.adapter.load_tokenizers(self.config)
-        self.writer = Writer.of(weights, self.device, dtype)
+        self.writer = Writer.of(weights, self.device, dtype, self.tokenizers)
 
     def _model_config(self, weights: Weights, settings: dict[str, Any]) -> DiffusionModelConfig:
         pipeline = DiffusionPipelineConfig(**settings)
@@ -79,15 +79,17 @@ class Painter:
             raise ValueError(
                 f"{self.config.architecture} draws from prompts alone, and a prompt has images: leave them out"
             )
-        texts, told = list(prompts), [{} for _ in prompts]
+        own = sizes or [{}] * len(prompts)
+        written = [Written(prompt, {}) for prompt in prompts]
         if self.writer is not None:
-            texts, told = self.writer.write(prompts, seeds, [self._reads(seen) for seen in shown])
+            asked = [(one.get("height", size.height), one.get("width", size.width)) for one in own]
+            written = self.writer.write(prompts, seeds, [self._reads(seen) for seen in shown], asked)
         requests = []
-        for i, (text, seed) in enumerate(zip(texts, seeds, strict=True)):
+        for i, ((text, _, tokens), seed) in enumerate(zip(written, seeds, strict=True)):
             negative = (negatives[i] if negatives else "") or size.negative_prompt
             ids = self._reads(shown[i])(text)
             away = self.adapter.tokenize_negative(self.tokenizers, negative, size.max_sequence_length, shown[i])
-            requests.append(Request(ids, away, shown[i], {"seed": seed, **(sizes[i] if sizes else {})}))
+            requests.append(Request(ids, away, shown[i], {"seed": seed, "written": tokens, **own[i]}))
         alike: dict[tuple, list[int]] = {}
         for i, request in enumerate(requests):
             alike.setdefault(request.kind, []).append(i)
@@ -95,7 +97,7 @@ class Painter:
         for places in alike.values():
             samples = self.drawer.draw([requests[i] for i in places])
             drawn |= {i: sample.response for i, sample in zip(places, samples, strict=True)}
-        return [Drawn(drawn[i], one) for i, one in enumerate(told)]
+        return [Drawn(drawn[i], one.told) for i, one in enumerate(written)]
 
     def check_size(self, prompt: str, size: Mapping[str, int | float]) -> None:
         """The model can draw what this prompt asks for."""

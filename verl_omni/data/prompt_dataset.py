@@ -98,7 +98,7 @@ class PromptDataset(Dataset):
 
     def prompts(self) -> set[str]:
         """Each of its texts once, without a look at images."""
-        return {row[self.prompt_key] for file in self._files for _, row in file.scan((self.prompt_key,))}
+        return {user_text(row[self.prompt_key]) for file in self._files for _, row in file.scan((self.prompt_key,))}
 
     def __len__(self) -> int:
         return self._length
