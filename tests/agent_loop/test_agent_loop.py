@@ -132,6 +132,16 @@ def test_pixels_travel_only_where_someone_looks_at_them(scores_only, reward_work
     assert ("rm_scores" in output.batch.keys()) == bool(reward_workers)
 
 
+@pytest.mark.parametrize("reward_workers", [0, 1])
+def test_of_each_image_a_small_copy_travels(reward_workers):
+    """Row i's image is of colour i."""
+    data = batch(["a"] * 3)
+    data.meta_info["scores_only"] = True
+    output = run(data, lambda prompt: 1.0, reward_workers=reward_workers, then=lambda images: None)
+    copies = list(output.non_tensor_batch["coarse"])
+    assert [copy.mean() for copy in copies] == [0, 1, 2] and all(copy.nbytes < 1000 for copy in copies)
+
+
 def test_who_draws_the_images_writes_them(tmp_path):
     """The first three of four; the driver gets names and scores."""
     data = batch(["a"] * 4)

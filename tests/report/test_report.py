@@ -285,11 +285,12 @@ def test_colours_follow_the_scores_of_the_run_whatever_their_range(run_dir):
 
 
 def test_the_spread_within_groups_is_drawn(run_dir):
-    spread = {"critic/rewards/std_mean": 0.125, "critic/rewards/zero_std_ratio": 0.5}
+    spread = {"critic/rewards/std_mean": 0.125, "critic/rewards/zero_std_ratio": 0.5, "critic/diversity": 0.2}
     edit(run_dir / "metrics.jsonl", lambda line: line | {"data": line["data"] | spread})
     page = Collector(write_report(run_dir).read_text())
     assert page.curve("Reward's standard deviation in a group", "critic/rewards/std_mean")[2] == 0.125
     assert page.curve("Groups whose rewards are all equal", "critic/rewards/zero_std_ratio")[2] == 0.5
+    assert page.curve("Distance of a prompt's images", "critic/diversity")[2] == 0.2
 
 
 def test_a_run_without_rewards_and_one_with_a_single_validation(run_dir):

@@ -184,6 +184,7 @@ def test_prompts_without_signal_are_replaced_in_every_mode(tmp_path, monkeypatch
     for step in (1, 2, 3):
         assert told[step]["critic/rewards/zero_std_ratio"] == 0 and told[step]["actor/grad_norm"] > 0
         assert told[step]["filter_groups/without_signal"] == 0
+        assert 0 < told[step]["critic/diversity"] < 1
     drawn, dropped = (sum(told[s][f"filter_groups/{k}"] for s in (1, 2, 3)) for k in ("drawn", "dropped"))
     said = capsys.readouterr().out
     if "fully_async" in overrides[0]:

@@ -17,6 +17,7 @@ HEALTHY = {
     "critic/rewards/std_mean": 0.2,
     "critic/rewards/zero_std_ratio": 0.0,
     "critic/rewards/group_size": 16.0,
+    "critic/diversity": 0.2,
 }
 
 
@@ -36,6 +37,7 @@ SICK = {
     symptoms.ALIKE: {"critic/rewards/zero_std_ratio": lambda i: 0.6},
     symptoms.NOISY: {"val-core/ocr_line/reward/mean@1": lambda i: 0.9, "critic/rewards/mean": lambda i: 0.2 + 0.01 * i},
     symptoms.FEW: {"critic/rewards/group_size": lambda i: 2.0},
+    symptoms.SAME: {"critic/diversity": lambda i: 0.2 - 0.004 * i},
     symptoms.STALE: {"staleness/mean": lambda i: 3.0, "actor/pg_clipfrac": lambda i: 0.6},
 }
 
@@ -70,6 +72,19 @@ def test_a_gradient_may_explode_from_the_third_step_on():
     norms = [0.28, 0.307, 1.342, 3.492, 2.732, 3.376, 3.25]
     (line,) = said({"actor/grad_norm": lambda i: norms[i]}, steps=len(norms))
     assert line.startswith("the gradient explodes (actor/grad_norm 0.307 at first, now 3.25): ")
+
+
+def test_images_that_become_alike_while_nothing_is_won_are_no_symptom():
+    """A reward that falls has words of its own."""
+    falling = {"critic/rewards/mean": lambda i: 0.5 - 0.01 * i - 0.005 * (i % 2)}
+    assert said(SICK[symptoms.SAME] | falling) == []
+    assert said({"critic/diversity": lambda i: 0.2 if i < 20 else 0.11}) == []
+
+
+def test_images_become_alike_before_the_first_steps_are_out_of_sight():
+    (line,) = said({"critic/diversity": lambda i: 0.2 if i < 5 else 0.09}, steps=10)
+    assert "(critic/diversity 0.2 at first, now 0.09): " in line
+    assert said({"critic/diversity": lambda i: 0.2 if i < 5 else 0.09}, steps=9) == []
 
 
 def test_one_bad_step_is_no_symptom():

@@ -11,6 +11,7 @@ from verl.protocol import DataProto
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
 from verl_omni.utils.arrays import object_array
+from verl_omni.utils.diversity import coarse
 from verl_omni.utils.responses import Latents, Response, kind_of, write_response
 from verl_omni.workers import columns
 from verl_omni.workers.columns import concatenated, stacked
@@ -102,7 +103,7 @@ def references(outputs: list[DiffusionAgentLoopOutput]) -> dict[str, np.ndarray]
 
 def collate(outputs: list[DiffusionAgentLoopOutput], scores_only: bool = False) -> DataProto:
     scored = outputs[0].reward_score is not None
-    tensors, non_tensors = {}, {}
+    tensors, non_tensors = {}, {"coarse": object_array([coarse(o.response) for o in outputs])}
     if not (scored and scores_only):
         responses = [o.response for o in outputs]
         if all(isinstance(r, torch.Tensor) and r.shape == responses[0].shape for r in responses):

@@ -12,6 +12,7 @@ OUTSIDE_STEP = ("settle", "testing", "save_checkpoint")
 LEARNING = (
     ("Reward's standard deviation in a group", "critic/rewards/std_mean", False),
     ("Groups whose rewards are all equal", "critic/rewards/zero_std_ratio", True),
+    ("Distance of a prompt's images", "critic/diversity", False),
     ("Pairs whose chosen image the model prefers", "actor/implicit_accuracy", True),
     ("Margin of the chosen image", "actor/implicit_margin", False),
     ("KL to the reference", "actor/kl_loss", False),

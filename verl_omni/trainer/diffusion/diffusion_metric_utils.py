@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from verl.protocol import DataProto
 
+from verl_omni.utils.diversity import mean_distance
+
 # Stages whose time grows with the number of images.
 COMPUTE_STAGES = ("gen", "reward", "ref", "teacher", "old_log_prob", "adv", "update_actor")
 
@@ -22,7 +24,7 @@ def compute_data_metrics_diffusion(batch: DataProto) -> dict[str, Any]:
     rewards = rewards.reshape(len(rewards), -1).mean(dim=1)
     metrics = _summary("critic/rewards", rewards)
     if "uid" in batch.non_tensor_batch:
-        metrics |= _group_metrics(rewards.tolist(), batch.non_tensor_batch["uid"])
+        metrics |= _group_metrics(rewards.tolist(), batch.non_tensor_batch["uid"]) | _diversity(batch.non_tensor_batch)
     for name in ("advantages", "returns"):
         if name in batch.batch.keys():
             metrics |= _summary(f"critic/{name}", batch.batch[name].float())
@@ -39,6 +41,15 @@ def _group_metrics(rewards: list[float], uids: np.ndarray) -> dict[str, float]:
         "critic/rewards/zero_std_ratio": float(np.mean([s == 0.0 for s in spread])),
         "critic/rewards/group_size": len(rewards) / len(groups),
     }
+
+
+def _diversity(rows: dict[str, np.ndarray]) -> dict[str, float]:
+    """How far the images of a prompt are apart, by the small copies that came with their scores."""
+    groups = defaultdict(list)
+    for uid, picture in zip(rows["uid"], rows.get("coarse", ()), strict="coarse" in rows):
+        groups[uid].append(picture)
+    distance = mean_distance(groups.values())
+    return {} if distance is None else {"critic/diversity": distance}
 
 
 def _summary(name: str, values: torch.Tensor) -> dict[str, float]:

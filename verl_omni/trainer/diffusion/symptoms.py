@@ -52,7 +52,12 @@ STALE = Symptom(
     "staleness/mean",
     "lower trainer.max_staleness, or set algorithm.rollout_correction.rollout_is=step",
 )
-METRICS = ("actor/pg_clipfrac", "actor/grad_norm", "critic/rewards/", "staleness/mean")
+SAME = Symptom(
+    "the images of each prompt become alike",
+    "critic/diversity",
+    "set actor.use_kl_loss=true, lower actor.optim.lr, or stop earlier, if the images should differ",
+)
+METRICS = ("actor/pg_clipfrac", "actor/grad_norm", "critic/rewards/", "critic/diversity", "staleness/mean")
 
 
 def updates_of(config: DiffusionTrainerConfig) -> int:
@@ -79,6 +84,7 @@ class Symptoms(Callback):
             NOISY: self._noisy,
             FEW: self._few,
             STALE: self._stale,
+            SAME: self._same,
         }
 
     def on_step_end(self, run: Run, step: Step) -> None:
@@ -150,3 +156,12 @@ class Symptoms(Callback):
         ages = self._last(STALE.metric)
         clipped = self._clips_more_than(0.5) if ages and fmean(ages) >= 1 else None
         return f"{fmean(ages):.2g}, {CLIPPED.metric} {clipped}" if clipped else None
+
+    def _same(self, metrics: Mapping[str, float]) -> str | None:
+        """Less than half as far apart as at first, while the reward rises."""
+        steps = slice(STEPS) if len(self._seen) >= 2 * STEPS else slice(0)
+        first, last = self._of(SAME.metric, steps), self._last(SAME.metric)
+        before, after = self._of(FLAT_REWARD.metric, steps), self._last(FLAT_REWARD.metric)
+        if not (first and last and before and after) or fmean(after) <= fmean(before):
+            return None
+        return f"{fmean(first):.2g} at first, now {fmean(last):.2g}" if fmean(last) < fmean(first) / 2 else None
