@@ -56,11 +56,11 @@ def test_a_reward_that_never_changes_has_no_course():
     assert [line for line in lines if "worse" in line] == []
 
 
-def said(weights=None, **courses) -> list[str]:
+def said(weights=None, images=4, **courses) -> list[str]:
     """All that is said of rewards whose means take these courses, step by step: (mean, share of groups alike)."""
     watch, lines = RewardWatch(weights), []
     for step in range(len(next(iter(courses.values())))):
-        metrics = {}
+        metrics = {"critic/rewards/group_size": images}
         for name, course in courses.items():
             metrics[f"reward/{name}/mean"], metrics[f"reward/{name}/zero_std_ratio"] = course[step]
         lines += watch.see(metrics)
@@ -95,6 +95,20 @@ def test_one_against_the_other():
     lines = said(ocr=course(0.3, 0.9), pick=course(0.9, 0.3))
     assert any('reward "ocr" gets better while "pick" gets worse' in line for line in lines)
     assert sum("gets better while" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "last_words"),
+    [
+        (24, "reward.scorers, and at rollout.n: groups of 24 images, as here, speed it up"),
+        (15.5, "in reward.scorers"),
+    ],
+)
+def test_a_large_group_is_named_where_one_reward_is_given_up_for_another(size, last_words):
+    lines = said(images=size, ocr=course(0.3, 0.9), pick=course(0.9, 0.3))
+    (against,) = [line for line in lines if "gets better while" in line]
+    assert against.endswith(last_words)
+    assert not any("rollout.n" in line for line in lines if line != against)
 
 
 def test_samples_are_written_whole_or_not_at_all(tmp_path):

@@ -9,6 +9,7 @@ from verl.protocol import DataProto
 
 STEPS = 10  # over which a course is judged
 FAR = 4.0  # standard errors that are no chance
+MANY = 16  # images of a prompt: users saw that more of them speed hacking up
 ALIKE = 0.9  # share of prompts whose images all have the same score, from which a reward has nothing more to teach
 
 
@@ -93,13 +94,15 @@ class RewardWatch:
                     f"{np.mean(self._last[name]):.3g}, which is worse: look at the images, at the learning rate and at "
                     "use_kl_loss",
                 )
+        size = metrics.get("critic/rewards/group_size", 0)
+        hastened = f", and at rollout.n: groups of {size:g} images, as here, speed it up" if size >= MANY else ""
         for up in names:
             for down in names:
                 if course[up] >= FAR and course[down] <= -FAR:
                     lines += self._once(
                         ("against", up, down),
                         f'reward "{up}" gets better while "{down}" gets worse: the model gives one up for the other; '
-                        "look at their weights in reward.scorers",
+                        f"look at their weights in reward.scorers{hastened}",
                     )
         return lines
 
