@@ -12,7 +12,8 @@ import pytest
 import torch
 from PIL import Image, ImageSequence
 
-from verl_omni.report import tracker_pictures
+from verl_omni.report import tracker_notices, tracker_pictures
+from verl_omni.report.notices import notice
 from verl_omni.report.tracking import AddedLines, Console, JsonLines, Tracking, read_metrics
 from verl_omni.utils.errors import RunError
 from verl_omni.utils.responses import Sound, VideoWithSound, write_response
@@ -303,14 +304,18 @@ def test_mlflow_has_the_images_and_videos(tmp_path, drawn, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], "all of it is in the run's folder"
 
 
-def test_trackio_has_the_images_and_videos(tmp_path, drawn, monkeypatch):
-    trackio = pytest.importorskip("trackio", reason="trackio is not installed")
+def own_trackio_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path / "trackio")
     monkeypatch.setattr("trackio.utils.MEDIA_DIR", tmp_path / "trackio/media")
     for module in [module for name, module in sys.modules.items() if name.startswith("trackio")]:
         for name in ("TRACKIO_DIR", "MEDIA_DIR"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, tmp_path / "trackio" / ("media" if name == "MEDIA_DIR" else ""))
+
+
+def test_trackio_has_the_images_and_videos(tmp_path, drawn, monkeypatch):
+    trackio = pytest.importorskip("trackio", reason="trackio is not installed")
+    own_trackio_folder(tmp_path, monkeypatch)
     logged_twice(tmp_path / "run", "trackio")
     assert trackio.context_vars.current_run.get() is None
     files = [path for path in (tmp_path / "trackio").rglob("*") if path.suffix in (".png", ".gif")]
@@ -333,3 +338,75 @@ def test_mlflow_that_cannot_start_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:9")
     with pytest.raises(RunError, match="trainer.logger has mlflow, which could not be started"):
         track(tmp_path, "mlflow")
+
+
+# ---- warnings ----------------------------------------------------------------------------------------------
+
+ALIKE = "the images of each prompt become alike (critic/diversity 0.2 at first, now 0.09): look at them"
+
+
+def warned(run_dir, backend):
+    """A resumed run: what was said before it is not said again, and what is said after its last line is sent too."""
+    run_dir.mkdir(exist_ok=True)
+    notice(run_dir, "said before", 1)
+    tracking = track(run_dir, backend)
+    notice(run_dir, ALIKE, 2)
+    tracking.log({"critic/rewards/mean": 0.5}, 2)
+    tracking.log({"critic/rewards/mean": 0.5}, 3)
+    notice(run_dir, "training waits for samples")
+    tracking.finish()
+
+
+SENT = [
+    ("the images of each prompt become alike (critic/diversity ...", f"step 2: {ALIKE}"),
+    ("training waits for samples", "training waits for samples"),
+]
+
+
+def test_wandb_has_the_warnings_as_alerts(tmp_path, monkeypatch):
+    import wandb
+    from wandb.sdk.interface.interface import InterfaceBase
+
+    wandb.teardown()  # of earlier tests: it reads its environment once
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    sent, publish = [], InterfaceBase.publish_alert
+    monkeypatch.setattr(
+        InterfaceBase, "publish_alert", lambda self, *alert: (sent.append(alert[:3]), publish(self, *alert))
+    )
+    warned(tmp_path / "run", "wandb")
+    assert sent == [(title, line, "WARN") for title, line in SENT]
+    assert all(len(title) < 64 for title, _ in SENT), "W&B's limit"
+
+
+def test_trackio_has_the_warnings_as_alerts(tmp_path, monkeypatch):
+    trackio = pytest.importorskip("trackio", reason="trackio is not installed")
+    own_trackio_folder(tmp_path, monkeypatch)
+    warned(tmp_path / "run", "trackio")
+    alerts = trackio.Api().alerts("project")
+    assert sorted((one["step"], one["title"], one["text"], one["level"]) for one in alerts) == [
+        (2, *SENT[0], "warn"), (3, *SENT[1], "warn")
+    ]  # fmt: skip
+
+
+def test_a_tracker_that_takes_no_warning_ends_no_run(tmp_path, monkeypatch, capsys):
+    def broken(*_):
+        raise ConnectionError("no way there")
+
+    monkeypatch.setitem(tracker_notices.SENDERS, "tensorboard", broken)
+    warned(tmp_path / "run", "tensorboard")
+    said = "tensorboard did not take a warning: ConnectionError: no way there"
+    assert capsys.readouterr().out.splitlines().count(said) == len(SENT)
+
+
+def test_half_a_line_waits_for_its_end(tmp_path, monkeypatch):
+    taken = []
+    monkeypatch.setitem(tracker_notices.SENDERS, "mine", lambda _, title, line: taken.append(line))
+    notices = tracker_notices.TrackerNotices(tmp_path, {"mine": None})
+    notices.send()
+    with (tmp_path / "notices.jsonl").open("a") as file:
+        for part, there in (('{"step": null, "li', []), ('ne": "a"}\n', ["a"]), ('{"line": "b"}\n', ["a", "b"])):
+            file.write(part)
+            file.flush()
+            notices.send()
+            assert taken == there

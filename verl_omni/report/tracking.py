@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from verl_omni.report.tracker_notices import TrackerNotices
 from verl_omni.report.tracker_pictures import TrackerPictures
 from verl_omni.utils.errors import RunError
 from verl_omni.utils.readable import readable
@@ -81,6 +82,7 @@ class Tracking:
         if "mlflow" in theirs and "mlflow" not in self._theirs.logger:  # verl would go on without it
             raise RunError("trainer.logger has mlflow, which could not be started: run.log has its own words")
         self._pictures = TrackerPictures(run_dir, self._theirs.logger)
+        self._notices = TrackerNotices(run_dir, self._theirs.logger)
         self._own = []
         if "jsonl" in backends:
             path = run_dir / "metrics.jsonl"
@@ -94,8 +96,10 @@ class Tracking:
             backend.log(numbers, step)
         self._theirs.log(numbers, step)
         self._pictures.send(step)
+        self._notices.send()
 
     def finish(self, exit_code: int = 0) -> None:
+        self._notices.send()  # of what was said after the last line
         for backend in self._own:
             backend.finish()
         self._theirs.finish(exit_code)
