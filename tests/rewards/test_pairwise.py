@@ -14,6 +14,7 @@ from verl_omni.rewards.reward_function import RewardError, RewardFunction
 from verl_omni.rewards.scoring import Scoring
 from verl_omni.testing.local_trainer import local_config
 from verl_omni.utils.arrays import object_array
+from verl_omni.utils.responses import Video
 
 NAN = math.nan
 
@@ -97,6 +98,8 @@ def test_two_images_as_one_picture():
     one, other = torch.zeros(3, 4, 5), torch.full((3, 4, 5), 0.5)
     both = beside(one, other)
     assert both.shape == (3, 4, 18) and torch.equal(both[..., :5], one) and torch.equal(both[..., 13:], other)
+    video = beside(Video(one[None], 16.0), Video(other[None], 16.0))
+    assert torch.equal(video.frames, both[None]) and video.frame_rate == 16
 
 
 def test_a_group_meets_in_one_process():

@@ -16,6 +16,7 @@ from verl_omni.rewards.registry import _REWARDS
 from verl_omni.rewards.reward_function import BATCHED, SINGLE, RewardFunction
 from verl_omni.rewards.reward_loop import load_custom_reward_function
 from verl_omni.utils.masking import masked
+from verl_omni.utils.responses import Video
 
 CONFIG = OmegaConf.create({"reward": {"batch_size": 4, "on_failure": "stop"}})
 OTHER_KINDS = {"audio", "sample_rate", "text", "video", "frame_rate", "latent"}
@@ -148,6 +149,19 @@ def test_a_video_is_a_list_of_frames():
 
     scores(frames, [sample(pixels=torch.zeros(5, 3, 4, 6, dtype=torch.uint8))])
     assert [frame.size for frame in seen["image"]] == [(6, 4)] * 5 and seen["tensor"].shape == (5, 3, 4, 6)
+
+
+def test_a_video_says_how_fast_it_is():
+    """8 frames a second, as its file has, where the model that made it does not say."""
+    seen = []
+
+    def fast(videos, frame_rates):
+        seen.extend(zip((len(video) for video in videos), frame_rates, strict=True))
+        return [1.0] * len(videos)
+
+    pixels = torch.zeros(5, 3, 4, 6, dtype=torch.uint8)
+    asyncio.run(RewardFunction(fast, "fast").score([{"response": one} for one in (pixels, Video(pixels[:2], 24.0))]))
+    assert seen == [(5, 8.0), (2, 24.0)]
 
 
 # ---- batches -------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from verl_omni.utils.responses import (
     KINDS,
     Latents,
     Sound,
+    Video,
     VideoWithSound,
     check_package,
     kind_of,
@@ -155,7 +156,27 @@ def test_a_video_is_an_mp4_file(tmp_path, pixels):
     (tmp_path / "TWO.MP4").write_bytes((tmp_path / "one.mp4").read_bytes())  # as cameras call it
     assert SHOWN["video"](tmp_path / "TWO.MP4", "step 1") == player
     opened = read_response(tmp_path / "one.mp4")  # as `verl-omni score` does
-    torch.testing.assert_close(opened, RAMPED / 255, atol=3 / 255, rtol=0)
+    torch.testing.assert_close(opened.frames, RAMPED / 255, atol=3 / 255, rtol=0)
+    assert opened.frame_rate == 8
+
+
+def test_a_video_is_as_fast_as_its_model_says(tmp_path, monkeypatch):
+    """In its file, for who reads that again, and for a reward; and without PyAV."""
+    av = pytest.importorskip("av")
+    one = Video(RAMPED, 16.0)
+    assert written(one, tmp_path / "one") == {"image": "one.mp4", "kind": "video"}
+    with av.open(str(tmp_path / "one.mp4")) as file:
+        assert float(file.streams.video[0].average_rate) == 16
+    given = KINDS["video"].given
+    assert [given["frame_rate"](video) for video in (one, read_response(tmp_path / "one.mp4"), RAMPED)] == [16, 16, 8]
+    assert torch.equal(given["video"](one), RAMPED / 255) and torch.equal(given["solution_image"](one), RAMPED / 255)
+    assert len(given["image"](one)) == len(RAMPED)
+    sent = RolloutOutput(one).cpu()
+    assert sent.modality == "video" and sent.response.frame_rate == 16 and sent.response.frames is not RAMPED
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert written(one, tmp_path / "two")["image"] == "two.gif"
+    with Image.open(tmp_path / "two.gif") as file:
+        assert file.info["duration"] == 60  # a sixteenth of a second, in whole hundredths
 
 
 def test_without_the_package_that_writes_mp4_a_video_is_an_animation(tmp_path, monkeypatch):

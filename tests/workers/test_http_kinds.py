@@ -11,7 +11,7 @@ import torch
 from test_image_http import PROMPT, ROLLOUT, post, serving
 from tiny_models import tiny_checkpoint
 
-from verl_omni.utils.responses import KINDS, Response, Sound, VideoWithSound
+from verl_omni.utils.responses import KINDS, Response, Sound, Video, VideoWithSound
 
 av = pytest.importorskip("av")
 PIPELINE = f"{ROLLOUT}.pipeline"
@@ -65,7 +65,10 @@ def test_a_sound_comes_as_a_wav_file():
 def test_a_video_comes_as_an_mp4_file():
     file = file_of("WanPipeline", "video", "mp4", f"{PIPELINE}.num_frames=5", guidance_scale=3)
     _, made = drawn_by_diffusers("WanPipeline", height=32, width=48, num_frames=5, guidance_scale=3.0)
-    assert_shows(file, "video", (made[0][0] * 255).round().to(torch.uint8))
+    assert_shows(file, "video", Video((made[0][0] * 255).round().to(torch.uint8), 16.0))
+    file.seek(0)
+    with av.open(file) as opened:
+        assert float(opened.streams.video[0].average_rate) == 16
 
 
 def test_a_video_with_sound_comes_as_one_mp4_file():

@@ -85,6 +85,7 @@ class Run:
         from verl_omni.cli.painter import Painter
         from verl_omni.cli.trained import find_weights
         from verl_omni.utils.pictures import as_pil
+        from verl_omni.utils.responses import pixels_of
         from verl_omni.workers.engine.module import quiet_loading
 
         quiet_loading()
@@ -92,7 +93,7 @@ class Run:
         numbers = [seeds] if isinstance(seeds, int) else list(seeds)
         painter = Painter(find_weights(checkpoint or self.folder), settings, device)
         drawn = [painter.draw([text], [seed])[0].response for text in texts for seed in numbers]
-        return [as_pil(one) if painter.kind.name in ("image", "video") else one for one in drawn]
+        return [as_pil(pixels_of(one)) if painter.kind.name in ("image", "video") else one for one in drawn]
 
     def export(self, out: str | Path, format: str = "diffusers", checkpoint: str | Path | None = None) -> Path:
         """The trained weights as `verl-omni export` writes them: diffusers, kohya or merged."""

@@ -69,7 +69,7 @@ class Painter:
         images: "Sequence[list[Image] | None] | None" = None,
         sizes: Sequence[Mapping[str, int | float]] | None = None,
     ) -> list[Drawn]:
-        """One for each prompt and its seed. Pixels are uint8: (3, H, W), of a video (F, 3, H, W).
+        """One for each prompt and its seed. Pixels are uint8: (3, H, W), of a video's frames (F, 3, H, W).
 
         `sizes` are of prompts that ask for one of their own, such as {"height": 64}.
         """

@@ -30,7 +30,7 @@ from verl_omni.pipelines.utils import (
 from verl_omni.pipelines.vllm_omni import VllmOmniPipelineBase
 from verl_omni.pipelines.weights import NamedTensors, build_component, component_tensors, fill
 from verl_omni.utils.model_code import LIBRARIES, refuse_code
-from verl_omni.utils.responses import Response
+from verl_omni.utils.responses import Response, Video
 
 __all__ = ["Conditions", "DiffusionModelBase", "VllmOmniPipelineBase"]
 
@@ -488,7 +488,13 @@ class DiffusionModelBase:
         cls, decoded: torch.Tensor | tuple[torch.Tensor, ...], pipe: Any, model_config: DiffusionModelConfig
     ) -> Sequence[Response]:
         """What `decode_latents` gave, as it is scored and shown: pixels in 256 steps. Of another kind, a list."""
-        return (decoded * 255).round().to(torch.uint8)
+        pixels, rate = (decoded * 255).round().to(torch.uint8), cls.frame_rate(model_config)
+        return pixels if rate is None else [Video(frames, rate) for frames in pixels.cpu()]
+
+    @classmethod
+    def frame_rate(cls, model_config: DiffusionModelConfig) -> float | None:
+        """Frames a second that its videos are made to be seen at; None: it makes none, or nobody knows."""
+        return None
 
     @classmethod
     def encode_image(cls, pipe, images: torch.Tensor, model_config: DiffusionModelConfig) -> torch.Tensor:

@@ -75,11 +75,11 @@ def to_tensorboard(adapter: Any, pictures: Sequence[Picture], step: int) -> None
 
 def _halves(mp4: Path) -> dict[str, bytes]:
     from verl_omni.utils.pictures import animation, as_pil  # torch
-    from verl_omni.utils.responses import VideoWithSound, read_response, wav_file
+    from verl_omni.utils.responses import VideoWithSound, pixels_of, read_response, wav_file
 
     response = read_response(mp4)
     if not isinstance(response, VideoWithSound):
-        return {"images": animation(as_pil(response))}
+        return {"images": animation(as_pil(pixels_of(response)), response.frame_rate)}
     return {"images": animation(as_pil(response.frames), response.frame_rate), "sounds": wav_file(response.sound)}
 
 

@@ -10,12 +10,13 @@ import itertools
 import math
 import random
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from verl_omni.rewards.reward_function import RewardError
+from verl_omni.utils.responses import Video, pixels_of
 
 GAP = 8  # white pixels between two images side by side
 Answer = dict[str, Any]  # reward_score, reward_extra_info, and reward_failure where there is no score
@@ -114,7 +115,9 @@ def pairs(members: range, opponents: int | None, group: str) -> list[tuple[int, 
     return [pair if draw.random() < 0.5 else pair[::-1] for pair in found]
 
 
-def beside(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Two images (..., C, H, W) of one size as one picture, side by side."""
+def beside(one: torch.Tensor | Video, other: torch.Tensor | Video) -> torch.Tensor | Video:
+    """Two images (..., C, H, W) of one size, or videos, as one picture, side by side."""
+    if isinstance(one, Video):
+        return replace(one, frames=beside(one.frames, pixels_of(other)))
     white = one.new_full((*one.shape[:-1], GAP), 1 if one.is_floating_point() else 255)
     return torch.cat([one, white, other], dim=-1)

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from verl_omni.utils.errors import RunError
-from verl_omni.utils.responses import GIVEN, GIVEN_MANY, Kind, kind_of
+from verl_omni.utils.responses import GIVEN, GIVEN_MANY, Kind, kind_of, pixels_of
 from verl_omni.utils.secrets import revealed
 from verl_omni.utils.suggest import unknown
 from verl_omni.utils.time_limit import SECONDS, TookTooLong, time_limit
@@ -50,9 +50,9 @@ class RewardFunction:
 
     A sample is a dict: its `response`, and what is in SINGLE beside it. What a function is given of a response depends
     on its kind (`verl_omni.utils.responses`). Of an image: `solution_image`, a float tensor in [0, 1], C x H x W (a
-    video F x C x H x W), and `image`, the same as a PIL image (a video: a list of them). Of a sound: `audio`, a float
-    tensor in [-1, 1], channels x time, and `sample_rate`. Of a text: `text`. With `reward.input=latents` it is
-    `latent`, a float tensor, and nothing that is decoded from it.
+    video F x C x H x W), and `image`, the same as a PIL image (a video: a list of them, and `frame_rate`). Of a sound:
+    `audio`, a float tensor in [-1, 1], channels x time, and `sample_rate`. Of a text: `text`. With
+    `reward.input=latents` it is `latent`, a float tensor, and nothing that is decoded from it.
     `other`, a PIL image too, is the one that an image is compared with under `reward.pairwise.by=pair`; a function that
     does not ask for it sees both beside each other.
     """
@@ -273,4 +273,5 @@ def _module(path: str) -> ModuleType:
 def _other(sample: dict[str, Any]) -> Any:
     from verl_omni.utils.pictures import as_pil
 
-    return as_pil(sample["other"]) if hasattr(sample["other"], "shape") else sample["other"]
+    other = pixels_of(sample["other"])
+    return as_pil(other) if hasattr(other, "shape") else other

@@ -21,11 +21,11 @@ def coarse(response: "Response") -> np.ndarray | None:
     """
     import torch
 
-    from verl_omni.utils.responses import VideoWithSound, kind_of
+    from verl_omni.utils.responses import kind_of, pixels_of
 
     if not kind_of(response).is_seen:
         return None
-    pixels = response.frames if isinstance(response, VideoWithSound) else response
+    pixels = pixels_of(response)
     if pixels.ndim == 4:
         pixels = pixels[np.linspace(0, len(pixels) - 1, FRAMES).round().astype(int)]
     pixels = pixels[..., :: max(1, pixels.shape[-2] // LOOKED_AT), :: max(1, pixels.shape[-1] // LOOKED_AT)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-FRAME_RATE = 8  # of files of videos: pixels alone do not say theirs
+FRAME_RATE = 8.0  # of videos that do not say theirs
 
 
 def as_pil(image: torch.Tensor) -> Any:
@@ -32,13 +32,13 @@ def picture_file(pixels: torch.Tensor) -> tuple[bytes, str]:
     return file.getvalue(), "png"
 
 
-def video_file(frames: torch.Tensor) -> tuple[bytes, str]:
+def video_file(frames: torch.Tensor, frame_rate: float = FRAME_RATE) -> tuple[bytes, str]:
     """A video as an mp4 file, or as an animation (GIF) where PyAV is not installed."""
     if importlib.util.find_spec("av") is None:
-        return animation(as_pil(frames)), "gif"
+        return animation(as_pil(frames), frame_rate), "gif"
     from verl_omni.utils.movies import mp4_file
 
-    return mp4_file(in_bytes(frames), FRAME_RATE), "mp4"
+    return mp4_file(in_bytes(frames), frame_rate), "mp4"
 
 
 def animation(frames: list[Any], frame_rate: float = FRAME_RATE) -> bytes:

@@ -25,6 +25,17 @@ class Sound:
 
 
 @dataclass(frozen=True)
+class Video:
+    """`frames` are pixels, frames x channels x height x width, made to be seen at `frame_rate`.
+
+    Pixels alone are a video too, of which nobody says how fast it is: files show `pictures.FRAME_RATE` a second.
+    """
+
+    frames: "torch.Tensor" = field(repr=False)
+    frame_rate: float
+
+
+@dataclass(frozen=True)
 class VideoWithSound:
     """`frames` are pixels as of a video; both begin at once."""
 
@@ -41,10 +52,10 @@ class Latents:
     """
 
     values: "torch.Tensor" = field(repr=False)
-    decoded: "torch.Tensor | Sound | VideoWithSound | None" = field(default=None, repr=False)
+    decoded: "torch.Tensor | Sound | Video | VideoWithSound | None" = field(default=None, repr=False)
 
 
-Response: TypeAlias = "torch.Tensor | Sound | VideoWithSound | str | Latents"
+Response: TypeAlias = "torch.Tensor | Sound | Video | VideoWithSound | str | Latents"
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,7 @@ class Kind:
 
 
 def _pixels(dimensions: int) -> Callable[[Any], bool]:
-    ours = Sound | VideoWithSound | Latents | str
+    ours = Sound | Video | VideoWithSound | Latents | str
     return lambda one: not isinstance(one, ours) and getattr(one, "ndim", None) == dimensions
 
 
@@ -87,10 +98,21 @@ def _picture_file(pixels: "torch.Tensor") -> tuple[bytes, str]:
     return picture_file(pixels)
 
 
-def _video_file(pixels: "torch.Tensor") -> tuple[bytes, str]:
+def _video_file(response: "Video | torch.Tensor") -> tuple[bytes, str]:
     from verl_omni.utils.pictures import video_file
 
-    return video_file(pixels)
+    return video_file(pixels_of(response), _frame_rate(response))
+
+
+def pixels_of(response: "torch.Tensor | Video | VideoWithSound") -> "torch.Tensor":
+    """Of an image or a video, with sound or without."""
+    return response.frames if isinstance(response, Video | VideoWithSound) else response
+
+
+def _frame_rate(response: "Video | VideoWithSound | torch.Tensor") -> float:
+    from verl_omni.utils.pictures import FRAME_RATE
+
+    return response.frame_rate if isinstance(response, Video | VideoWithSound) else FRAME_RATE
 
 
 def wav_file(sound: Sound) -> bytes:
@@ -134,18 +156,22 @@ def check_package(kind: Kind) -> None:
 
 
 PICTURE = {"solution_image": _floats, "image": _picture}
-VIDEO = PICTURE | {"video": _floats}
+VIDEO = {name: lambda one, give=give: give(pixels_of(one)) for name, give in {**PICTURE, "video": _floats}.items()} | {
+    "frame_rate": _frame_rate
+}
 SOUND = {"audio": lambda sound: sound.samples, "sample_rate": lambda sound: sound.sample_rate}
-VIDEO_WITH_SOUND = (
-    {name: lambda one, give=give: give(one.frames) for name, give in VIDEO.items()}
-    | {name: lambda one, give=give: give(one.sound) for name, give in SOUND.items()}
-    | {"frame_rate": lambda one: one.frame_rate}
-)
+VIDEO_WITH_SOUND = VIDEO | {name: lambda one, give=give: give(one.sound) for name, give in SOUND.items()}
 KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
         Kind("image", "a tensor, channels x height x width", _pixels(3), _picture_file, PICTURE),
-        Kind("video", "a tensor, frames x channels x height x width", _pixels(4), _video_file, VIDEO),
+        Kind(
+            "video",
+            "a verl_omni.utils.responses.Video, or a tensor, frames x channels x height x width",
+            lambda one: isinstance(one, Video) or _pixels(4)(one),
+            _video_file,
+            VIDEO,
+        ),
         Kind(
             "sound",
             "a verl_omni.utils.responses.Sound",
@@ -201,7 +227,7 @@ def write_response(response: Response, file: Path) -> str:
 
 
 def read_response(path: Path) -> Response:
-    """What is in a file, of any kind. Pictures are floats in [0, 1], (3, H, W), animations and videos (F, 3, H, W)."""
+    """What is in a file, of any kind. Pictures are floats in [0, 1], (3, H, W), frames of animations (F, 3, H, W)."""
     return READ.get(path.suffix.lower(), _read_picture)(path)
 
 
@@ -232,7 +258,7 @@ def _read_wav(path: Path) -> Sound:
         raise ValueError(f"{path} cannot be read as a sound: {error or 'it is cut off'}") from error
 
 
-def _read_mp4(path: Path) -> "torch.Tensor | VideoWithSound":
+def _read_mp4(path: Path) -> "Video | VideoWithSound":
     import torch
 
     from verl_omni.utils.image_files import opened_mp4
@@ -241,7 +267,7 @@ def _read_mp4(path: Path) -> "torch.Tensor | VideoWithSound":
     with opened_mp4(path) as content:
         frames, frame_rate, heard = frames_and_sound(content)
     if heard is None:
-        return _floats(frames)
+        return Video(_floats(frames), frame_rate)
     return VideoWithSound(frames, Sound(torch.from_numpy(heard[0]), heard[1]), frame_rate)
 
 

@@ -47,6 +47,10 @@ class HunyuanVideo15(DiffusionModelBase):
         return 121 if model_config.pipeline.num_frames is None else model_config.pipeline.num_frames
 
     @classmethod
+    def frame_rate(cls, model_config: DiffusionModelConfig) -> float:
+        return 24.0
+
+    @classmethod
     def vae_scale_factor(cls, model_config: DiffusionModelConfig) -> int:
         return read_component_config(model_config.path, "vae")["spatial_compression_ratio"]
 

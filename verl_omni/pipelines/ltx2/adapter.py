@@ -62,6 +62,10 @@ class LTX2(DiffusionModelBase):
     def makes(cls, model_config: DiffusionModelConfig) -> str:
         return "video with sound"
 
+    @classmethod
+    def frame_rate(cls, model_config: DiffusionModelConfig) -> float:
+        return model_config.pipeline.frame_rate or FRAME_RATE
+
     # ---- sizes ---------------------------------------------------------------------------------------
 
     @classmethod
@@ -78,7 +82,7 @@ class LTX2(DiffusionModelBase):
     def geometry(cls, model_config: DiffusionModelConfig) -> Geometry:
         size, audio = model_config.pipeline, read_component_config(model_config.path, "audio_vae")
         frames, step = size.num_frames or 121, cls._ratio(model_config, "temporal", "patch_size_t")
-        seconds = frames / (size.frame_rate or FRAME_RATE)
+        seconds = frames / cls.frame_rate(model_config)
         sound = round(seconds * (audio["sample_rate"] / audio["mel_hop_length"] / float(AUDIO_STEP)))
         return Geometry((frames - 1) // step + 1, *cls.grid(model_config), sound, int(cls.needs_images))
 
@@ -158,7 +162,7 @@ class LTX2(DiffusionModelBase):
     ) -> dict[str, Any]:
         size, config = cls.geometry(model_config), module.config
         video, sound = sample.split([size.drawn, size.sound], dim=1)
-        shape, rate = (size.frames, size.rows, size.columns), model_config.pipeline.frame_rate or FRAME_RATE
+        shape, rate = (size.frames, size.rows, size.columns), cls.frame_rate(model_config)
         return {
             "hidden_states": video,
             "audio_hidden_states": sound,
@@ -252,7 +256,7 @@ class LTX2(DiffusionModelBase):
         cls, decoded: tuple[torch.Tensor, torch.Tensor], pipe: Any, model_config: DiffusionModelConfig
     ) -> list[VideoWithSound]:
         video, waves = decoded
-        frames, rate = (video * 255).round().to(torch.uint8).cpu(), model_config.pipeline.frame_rate or FRAME_RATE
+        frames, rate = (video * 255).round().to(torch.uint8).cpu(), cls.frame_rate(model_config)
         sounds = [Sound(wave.clamp(-1, 1).cpu(), pipe.vocoder.config.output_sampling_rate) for wave in waves]
         return [VideoWithSound(*pair, rate) for pair in zip(frames, sounds, strict=True)]
 

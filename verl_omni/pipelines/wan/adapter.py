@@ -48,6 +48,11 @@ class Wan(DiffusionModelBase):
         return 81 if model_config.pipeline.num_frames is None else model_config.pipeline.num_frames
 
     @classmethod
+    def frame_rate(cls, model_config: DiffusionModelConfig) -> float:
+        """Wan2.2-TI2V is the one that was trained at 24."""
+        return 24.0 if read_index(model_config.path).get("expand_timesteps") else 16.0
+
+    @classmethod
     def tokens(cls, model_config: DiffusionModelConfig) -> int:
         step = read_component_config(model_config.path, "vae")["scale_factor_temporal"]
         return ((cls.num_frames(model_config) - 1) // step + 1) * super().tokens(model_config)

@@ -167,8 +167,8 @@ def nothing(config: DictConfig, kind: str, function: RewardFunction) -> dict[str
     frames = [size.num_frames] if (size.num_frames or 1) > 1 else []
     if kind == "video with sound":
         return {"response": grey_and_silent(frames or [2], height, width)}
-    if kind == "video" and {"video", "videos"} & set(function.wanted):
-        return {"response": grey(*(frames or [2]), 3, height, width)}
+    if kind == "video" and {"video", "videos", "frame_rate", "frame_rates"} & set(function.wanted):
+        return {"response": grey_video(frames or [2], height, width)}
     if function.accepts_any or {"solution_image", "solution_images"} & set(function.wanted):
         return {"response": grey(*frames, 3, height, width)}
     from PIL import Image
@@ -181,6 +181,12 @@ def grey(*shape: int) -> Any:
     import torch
 
     return torch.full(shape, 0.5)
+
+
+def grey_video(frames: list[int], height: int, width: int) -> Any:
+    from verl_omni.utils.responses import Video
+
+    return Video(grey(*frames, 3, height, width), 24.0)
 
 
 def grey_and_silent(frames: list[int], height: int, width: int) -> Any:

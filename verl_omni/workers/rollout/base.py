@@ -14,7 +14,7 @@ import torch
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
-from verl_omni.utils.responses import Latents, Response, Sound, VideoWithSound, kind_of
+from verl_omni.utils.responses import Latents, Response, Sound, Video, VideoWithSound, kind_of
 
 
 @dataclass
@@ -22,7 +22,7 @@ class RolloutOutput:
     """One finished request.
 
     `response` is what was made, of the kind that `modality` names (`verl_omni.utils.responses`): an image (uint8,
-    C x H x W), a video (F x C x H x W), a sound, a video with sound or a text. `trajectory` and `conditions` are what
+    C x H x W), a video (frames of these), a sound, a video with sound or a text. `trajectory` and `conditions` are what
     training needs of it, or `reference` says where that lies. `version` is that of the weights that made it. Tensors
     are left out of what is printed: `asyncio.run` prints its result, unseen, each time it ends.
     """
@@ -57,6 +57,8 @@ class RolloutOutput:
 def _own(response: "Response | None") -> "Response | None":
     if isinstance(response, Sound):
         return dataclasses.replace(response, samples=own_copy(response.samples))
+    if isinstance(response, Video):
+        return dataclasses.replace(response, frames=own_copy(response.frames))
     if isinstance(response, VideoWithSound):
         return dataclasses.replace(response, frames=own_copy(response.frames), sound=_own(response.sound))
     if isinstance(response, Latents):
