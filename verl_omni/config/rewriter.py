@@ -35,7 +35,13 @@ class RewriterConfig:
         choices=("grpo", "gspo"),
         needs=REWRITER,
     )
-    clip_ratio: float = knob(0.2, "clip range: ratios are kept within 1 -/+ this", above=0, needs=REWRITER)
+    clip_ratio: float | None = knob(
+        None,
+        "clip range: ratios are kept within 1 -/+ this; null: the loss's own, 0.2 of grpo, of gspo 3e-4 below 1 and "
+        "4e-4 above",
+        above=0,
+        needs=REWRITER,
+    )
     lr: float = knob(
         1e-6,
         "learning rate of the rewriter; all else of its optimizer is as in actor.optim",
