@@ -3,11 +3,15 @@
 import pytest
 import torch
 from diffusers.loaders import lora_conversion_utils as converters
+from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
+from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_models import tiny_checkpoint
 
 from verl_omni.cli.export import rows_of
-from verl_omni.cli.kohya_keys import as_kohya
+from verl_omni.cli.kohya_keys import KNOWN, as_kohya
+from verl_omni.config import DiffusionModelConfig
+from verl_omni.pipelines.model_base import DiffusionModelBase
 
 RANK, ALPHA = 2, 6.0
 FLUX = [
@@ -29,9 +33,51 @@ WAN = [
 Z_IMAGE = [
     f"layers.0.{name}" for name in ("attention.to_q", "attention.to_out.0", "feed_forward.w1", "feed_forward.w2")
 ]
+CHROMA = [layer for layer in FLUX if "norm" not in layer]
+FIRST_FRAME = [*WAN, *(f"blocks.{number}.attn2.add_{name}_proj" for number in (0, 1) for name in "kv")]
+SD3 = [
+    *(f"transformer_blocks.{number}.attn.to_{name}" for number in (0, 1) for name in ("q", "k", "v", "out.0")),
+    *(f"transformer_blocks.{number}.attn.add_{name}_proj" for number in (0, 1) for name in "qkv"),
+    *(f"transformer_blocks.0.attn2.to_{name}" for name in ("q", "k", "v", "out.0")),
+    *(f"transformer_blocks.0.{name}" for name in ("attn.to_add_out", "ff.net.0.proj", "ff.net.2", "norm1.linear")),
+    *(f"transformer_blocks.0.ff_context.{name}" for name in ("net.0.proj", "net.2")),
+]
+
+
+class Checkpoint(dict):
+    """Of SD3 as its authors have it: what a LoRA changes; nothing else is looked at."""
+
+    def pop(self, name: str, *_) -> torch.Tensor:
+        return super().pop(name, torch.zeros(6, 1))
+
+
+def read_sd3(theirs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """ComfyUI takes the name of each of its layers with _ for a dot; diffusers says what is under that name."""
+    blocks = [f"joint_blocks.{number}.{block}_block" for number in (0, 1) for block in ("x", "context")]
+    parts = ["attn.qkv", "attn.proj", "attn2.qkv", "attn2.proj", "mlp.fc1", "mlp.fc2", "adaLN_modulation.1"]
+    whole = Checkpoint({"context_embedder.weight": torch.zeros(6, 1)})
+    for layer in (f"{block}.{part}" for block in blocks for part in parts):
+        name = f"lora_unet_{layer.replace('.', '_')}"
+        if f"{name}.alpha" in theirs:
+            down, up = (theirs.pop(f"{name}.lora_{side}.weight") for side in ("down", "up"))
+            whole[f"{layer}.weight"] = up @ down * theirs.pop(f"{name}.alpha") / len(down)
+    assert not theirs
+    found = convert_sd3_transformer_checkpoint_to_diffusers(whole)
+    changed = {key.removesuffix(".weight"): change for key, change in found.items() if change.any()}
+    return {
+        f"{layer}.{side}.weight": pair
+        for layer, change in changed.items()
+        for side, pair in (("lora_A", torch.eye(change.shape[1])), ("lora_B", change))
+    }
+
+
 CASES = {
     "FluxPipeline": (FLUX, converters._convert_kohya_flux_lora_to_diffusers),
+    "FluxKontextPipeline": (FLUX, converters._convert_kohya_flux_lora_to_diffusers),
+    "ChromaPipeline": (CHROMA, converters._convert_kohya_flux_lora_to_diffusers),
     "WanPipeline": (WAN, converters._convert_musubi_wan_lora_to_diffusers),
+    "WanImageToVideoPipeline": (FIRST_FRAME, converters._convert_musubi_wan_lora_to_diffusers),
+    "StableDiffusion3Pipeline": (SD3, read_sd3),
     "ZImagePipeline": (Z_IMAGE, converters._convert_non_diffusers_z_image_lora_to_diffusers),
 }
 
@@ -68,6 +114,24 @@ def test_diffusers_reads_them_back(architecture):
     assert read.keys() == ours.keys()
     for layer, change in ours.items():
         torch.testing.assert_close(read[layer], change * ALPHA / RANK)
+
+
+@pytest.mark.parametrize("architecture", KNOWN)
+def test_all_that_a_lora_is_on_has_a_name(architecture):
+    """As the tiny model's files and its adapter have it."""
+    folder = tiny_checkpoint(architecture)
+    model = DiffusionModelConfig(path=str(folder))
+    targets = tuple(f".{name}.weight" for name in DiffusionModelBase.get_class(model).lora_target_modules)
+    state = {}
+    for file in (folder / "transformer").glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            for key in (key for key in tensors.keys() if key.endswith(targets)):  # noqa: SIM118
+                layer, (rows, width) = key.removesuffix(".weight"), tensors.get_slice(key).get_shape()
+                state |= {f"{layer}.lora_A.weight": torch.ones(1, width), f"{layer}.lora_B.weight": torch.ones(rows, 1)}
+    theirs = as_kohya(architecture, state, None, lambda layer: rows_of(folder / "transformer", layer))
+    trained = sum(len(up) for name, up in theirs.items() if name.endswith("lora_up.weight"))
+    ours = sum(len(up) for name, up in state.items() if name.endswith("lora_B.weight"))
+    assert 0 < ours <= trained
 
 
 def test_a_part_of_a_layer_that_was_not_trained_changes_nothing():

@@ -44,8 +44,29 @@ WAN = {
         {
             **{f"self_attn_{theirs}": (f"attn1.{ours}",) for theirs, ours in _ATTENTION.items()},
             **{f"cross_attn_{theirs}": (f"attn2.{ours}",) for theirs, ours in _ATTENTION.items()},
+            "cross_attn_k_img": ("attn2.add_k_proj",),  # of Wan2.1 with a first frame
+            "cross_attn_v_img": ("attn2.add_v_proj",),
             "ffn_0": ("ffn.net.0.proj",),
             "ffn_2": ("ffn.net.2",),
+        },
+    )
+}
+# Without norm1_context: of the last block diffusers has its outputs in another order.
+SD3 = {
+    "transformer_blocks": (
+        "joint_blocks",
+        {
+            "x_block_attn_qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+            "x_block_attn_proj": ("attn.to_out.0",),
+            "x_block_attn2_qkv": ("attn2.to_q", "attn2.to_k", "attn2.to_v"),  # of SD3.5-medium
+            "x_block_attn2_proj": ("attn2.to_out.0",),
+            "x_block_mlp_fc1": ("ff.net.0.proj",),
+            "x_block_mlp_fc2": ("ff.net.2",),
+            "x_block_adaLN_modulation_1": ("norm1.linear",),
+            "context_block_attn_qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+            "context_block_attn_proj": ("attn.to_add_out",),
+            "context_block_mlp_fc1": ("ff_context.net.0.proj",),
+            "context_block_mlp_fc2": ("ff_context.net.2",),
         },
     )
 }
@@ -55,7 +76,11 @@ KNOWN = {
     "QwenImageEditPlusPipeline": None,
     "ZImagePipeline": None,
     "FluxPipeline": FLUX,
+    "FluxKontextPipeline": FLUX,
+    "ChromaPipeline": FLUX,
     "WanPipeline": WAN,
+    "WanImageToVideoPipeline": WAN,
+    "StableDiffusion3Pipeline": SD3,
 }
 
 
