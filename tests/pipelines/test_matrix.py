@@ -124,9 +124,15 @@ def test_a_step_up_the_gradient_of_a_reward(trained, name):
     engine.replay, engine.rows_per_unit = NoiseLevels(engine), 1
     drawer = rollout(engine.model_config, engine.module)
     drawn = as_batch(sample(row, drawer, algo, steps=0))
-    data = drawn | {"sigma": torch.full((2, 1), 0.3), "noise_seed": torch.tensor([[5], [6]])}
+    data = drawn | {"sigma": torch.full((2, 1), 0.3), "noise_seed": torch.tensor([[5], [6]]), "told": torch.arange(2)}
     data = engine.before_update(data, {})
-    engine.replay.reward_of = drawer.with_reward(lambda pixels: pixels.mean(dim=(1, 2, 3)))
+    engine.replay.told = PROMPTS
+
+    def score(pixels, told):
+        assert told == PROMPTS
+        return pixels.mean(dim=(1, 2, 3))
+
+    engine.replay.reward_of = drawer.with_reward(score)
     function = build_loss_function(DiffusionActorConfig(diffusion_loss=loss))
     before = {k: p.detach().clone() for k, p in engine.parameters.items()}
     with engine.train_mode():
