@@ -38,6 +38,7 @@ ALGORITHMS = {
     "opd": {},
 }
 FORWARD = ["dpo", "diffusion_nft", "awm", "dgpo", "crd", "opd_forward"]
+REWARD_GRADIENT = ["draft"]
 
 SELDOM = {"FluxKontextPipeline", "WanImageToVideoPipeline-TI2V", "LongCatAudioDiTPipeline"}  # here too
 ROWS = [as_param(dataclasses.replace(row, seldom=row.seldom or row.name in SELDOM)) for row in TABLE]
@@ -113,7 +114,7 @@ def test_a_step_on_the_forward_process(trained, name, monkeypatch):
         assert "ratio_max_dev" not in metrics or (metrics["ratio_max_dev"] <= 1e-6) == unmoved
 
 
-@pytest.mark.parametrize("name", ["draft"])
+@pytest.mark.parametrize("name", REWARD_GRADIENT)
 def test_a_step_up_the_gradient_of_a_reward(trained, name):
     """Of every model that makes images: through its VAE and its own way to lay latents out."""
     row, engine = trained
