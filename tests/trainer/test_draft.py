@@ -1,5 +1,6 @@
 """Direct reward gradients: up the gradient of the reward itself, and a line where there is none."""
 
+import asyncio
 import contextlib
 import json
 import shutil
@@ -12,8 +13,11 @@ from refusals import refused
 from tiny_models import tiny_checkpoint
 from tiny_scorers import clip_folder
 
-from verl_omni.rewards.differentiable import check_differentiable, differentiable, told_by_name
+from verl_omni.rewards import check_settings, register_reward
+from verl_omni.rewards.choice import read_choices
+from verl_omni.rewards.differentiable import check_differentiable, differentiable, reward_of_pixels, told_by_name
 from verl_omni.rewards.reward_function import RewardFunction
+from verl_omni.rewards.scoring import as_reward_function
 from verl_omni.testing.local_trainer import local_config
 from verl_omni.trainer.checks.reward_trial import try_gradient
 from verl_omni.trainer.failures import users_mistake
@@ -137,6 +141,38 @@ def test_a_function_is_told_what_it_asks_for():
     assert differentiable(one)(pixels[0], prompt="bcd", ground_truth="4") == 6.0
 
 
+def test_rewards_with_a_name_of_ones_own_are_added_up():
+    """A function, and a class that is told no device."""
+
+    @register_reward("test_letters")
+    @differentiable
+    def letters(pixels, prompts, *, times: int = 1):
+        return times * pixels.mean(dim=(1, 2, 3)) * torch.tensor([float(len(prompt)) for prompt in prompts])
+
+    @register_reward("test_level")
+    class Level:
+        def __init__(self, *, level: float = 0.0):
+            self.level = level
+
+        def __call__(self, images):
+            raise AssertionError("asked for a score without a gradient")
+
+        def of_pixels(self, pixels):
+            return pixels.mean(dim=(1, 2, 3)) - self.level
+
+    named = "reward.scorers=[{name: test_letters, times: 2, weight: 3}, {name: test_level, level: 0.25}]"
+    score = reward_of_pixels(composed(DRAFT, named).reward, "cpu")
+    told = [{"prompt": "a"}, {"prompt": "bc"}]
+    assert score(torch.full((2, 3, 4, 4), 0.5), told).tolist() == [3 * 1.0 + 0.25, 3 * 2.0 + 0.25]
+    check_settings("test_letters", {"times": 2})
+    with pytest.raises(ValueError, match="times=two: expected int"):
+        check_settings("test_letters", {"times": "two"})
+    asked = as_reward_function(None, read_choices([{"name": "test_letters", "times": 2}])["test_letters"])
+    images = [torch.full((3, 4, 4), 0.5), torch.full((3, 2, 2), 0.25)]
+    rows = [{"response": image} | row for image, row in zip(images, told, strict=True)]
+    assert [answer["score"] for answer in asyncio.run(asked.score(rows))] == [1.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("function", "said"),
     [
@@ -164,7 +200,7 @@ def test_a_function_of_pixels_scores_images_as_any_other(tmp_path):
         ([], "follows one reward for all prompts: name it"),
         (
             ["reward.scorers=[{name: jpeg_incompressibility}]"],
-            "no gradient.*in 8 bits.*take aesthetic, clip_score, hpsv2, image_reward, pickscore, siglip_score, or a",
+            "no gradient.*in 8 bits.*take aesthetic, clip_score, hpsv2, image_reward, pickscore, siglip_score, .*or a",
         ),
         (["reward.custom_reward_function.path=plain.py"], "has no gradient.*give it the decorator"),
         (

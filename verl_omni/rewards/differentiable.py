@@ -13,13 +13,15 @@ parameters: `prompts`, `ground_truths`, `extra_infos`, `data_sources`, lists; or
 image. A scorer of `verl_omni.rewards` is one if it has `of_pixels`, which asks likewise.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_omni.rewards.choice import OWN, Choice, read_choices
-from verl_omni.rewards.registry import get_reward_fn, reward_names
+from verl_omni.rewards.registry import default_settings, get_reward_fn, make_scorer, reward_names
 from verl_omni.rewards.reward_function import BATCHED, SERVICES, SINGLE, TOLD, RewardFunction
+from verl_omni.utils.secrets import revealed
 
 if TYPE_CHECKING:
     import torch
@@ -39,23 +41,26 @@ def differentiable(of_pixels: Callable[..., "torch.Tensor"]) -> Callable[..., An
     import torch
 
     given, *others = inspect.signature(of_pixels).parameters.values()
-    ones, _ = _asked(of_pixels)
+    ones, lists = _asked(of_pixels)
 
     def score_one(solution_image: "torch.Tensor", **named: Any) -> float:
         with torch.no_grad():
             return float(of_pixels(solution_image[None].float(), **named))
 
     def score_each(solution_images: list, **named: Any) -> list[float]:
-        lists = {name: named.pop(name) for name in TOLD_MANY if name in named}
+        each = {name: named.pop(name) for name in lists if name in named}
         return [  # one by one, as they may have several sizes
-            score_one(image, **named, **{name: values[i : i + 1] for name, values in lists.items()})
+            score_one(image, **named, **{name: values[i : i + 1] for name, values in each.items()})
             for i, image in enumerate(solution_images)
         ]
 
-    compute_score = score_one if ones else score_each
-    first = inspect.Parameter("solution_image" if ones else "solution_images", given.POSITIONAL_OR_KEYWORD)
-    compute_score.__signature__ = inspect.Signature([first, *(p.replace(kind=p.KEYWORD_ONLY) for p in others)])
-    compute_score.__name__, compute_score.__doc__ = of_pixels.__name__, of_pixels.__doc__
+    compute_score = functools.update_wrapper(score_one if ones else score_each, of_pixels)
+    first = given.replace(name="solution_image" if ones else "solution_images", kind=given.POSITIONAL_OR_KEYWORD)
+    told = sorted((p for p in others if p.name in (*ones, *lists)), key=lambda p: p.default is not p.empty)
+    settings = [p.replace(kind=p.KEYWORD_ONLY) for p in others if p not in told]
+    compute_score.__signature__ = inspect.Signature(
+        [first, *(p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in told), *settings]
+    )
     compute_score.of_pixels = of_pixels
     return compute_score
 
@@ -153,11 +158,11 @@ def _own(reward: "DictConfig") -> OfPixels:
 
 
 def _loaded(reward: "DictConfig", choice: Choice, device: str) -> OfPixels:
-    from verl_omni.rewards.registry import make_scorer
-
     if choice.name == OWN:
         return _own(reward)
-    settings = dict(choice.settings)
-    if settings.get("device") is None:
+    settings, known = dict(choice.settings), get_reward_fn(choice.name)
+    if not inspect.isclass(known):
+        return told_by_name(known.of_pixels, revealed(settings, f"reward.scorers.{choice.label}"))
+    if "device" in default_settings(choice.name) and settings.get("device") is None:
         settings["device"] = device
     return told_by_name(make_scorer(choice.name, settings).of_pixels)
