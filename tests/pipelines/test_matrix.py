@@ -38,6 +38,7 @@ ALGORITHMS = {
     "opd": {},
 }
 FORWARD = ["dpo", "diffusion_nft", "awm", "dgpo", "crd", "opd_forward"]
+REWARD_GRADIENT = ["draft"]
 
 SELDOM = {"FluxKontextPipeline", "WanImageToVideoPipeline-TI2V", "LongCatAudioDiTPipeline"}  # here too
 ROWS = [as_param(dataclasses.replace(row, seldom=row.seldom or row.name in SELDOM)) for row in TABLE]
@@ -113,7 +114,7 @@ def test_a_step_on_the_forward_process(trained, name, monkeypatch):
         assert "ratio_max_dev" not in metrics or (metrics["ratio_max_dev"] <= 1e-6) == unmoved
 
 
-@pytest.mark.parametrize("name", ["draft"])
+@pytest.mark.parametrize("name", REWARD_GRADIENT)
 def test_a_step_up_the_gradient_of_a_reward(trained, name):
     """Of every model that makes images: through its VAE and its own way to lay latents out."""
     row, engine = trained
@@ -124,9 +125,15 @@ def test_a_step_up_the_gradient_of_a_reward(trained, name):
     engine.replay, engine.rows_per_unit = NoiseLevels(engine), 1
     drawer = rollout(engine.model_config, engine.module)
     drawn = as_batch(sample(row, drawer, algo, steps=0))
-    data = drawn | {"sigma": torch.full((2, 1), 0.3), "noise_seed": torch.tensor([[5], [6]])}
+    data = drawn | {"sigma": torch.full((2, 1), 0.3), "noise_seed": torch.tensor([[5], [6]]), "told": torch.arange(2)}
     data = engine.before_update(data, {})
-    engine.replay.reward_of = drawer.with_reward(lambda pixels: pixels.mean(dim=(1, 2, 3)))
+    engine.replay.told = PROMPTS
+
+    def score(pixels, told):
+        assert told == PROMPTS
+        return pixels.mean(dim=(1, 2, 3))
+
+    engine.replay.reward_of = drawer.with_reward(score)
     function = build_loss_function(DiffusionActorConfig(diffusion_loss=loss))
     before = {k: p.detach().clone() for k, p in engine.parameters.items()}
     with engine.train_mode():

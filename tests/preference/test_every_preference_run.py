@@ -23,8 +23,8 @@ OF_PIXELS = """
 from verl_omni.rewards.differentiable import differentiable
 
 @differentiable
-def compute_score(pixels):
-    return 1 - (pixels.mean(dim=(1, 2, 3)) - 0.8).square()
+def compute_score(pixels, prompt):  # another one's prompt would be seen in the weights
+    return (1 - (pixels.mean(dim=(1, 2, 3)) - 0.8).square()) * len(prompt)
 """
 
 

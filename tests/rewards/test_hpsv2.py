@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 from published_networks import hpsv2
-from tiny_scorers import CLIP_MEAN, CLIP_STD, PROMPTS, clip_tokenizer, pictures
+from tiny_scorers import CLIP_MEAN, CLIP_STD, PROMPTS, check_of_pixels, clip_tokenizer, pictures
 
 from verl_omni.rewards import make_scorer
 from verl_omni.rewards.published_weights import build_model, check_names
@@ -80,6 +80,11 @@ def test_score_is_that_of_the_published_network(published):
     assert [a["score"] for a in answers] == pytest.approx(wanted, abs=1e-5)
     alone = [make(folder)([i], None, [p], None)[0]["score"] for i, p in zip(images, PROMPTS, strict=True)]
     assert [a["score"] for a in answers] == pytest.approx(alone, abs=1e-5)
+
+
+def test_pixels_have_the_same_score_and_a_gradient(published):
+    """Pictures are resized in torch too, so that both agree to rounding."""
+    check_of_pixels(make(published[0]), near=1e-5, side=SIDE)
 
 
 def test_a_long_prompt_is_cut_after_77_tokens(published):

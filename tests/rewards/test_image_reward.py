@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from published_networks import image_reward
-from tiny_scorers import CLIP_MEAN, CLIP_STD, PROMPTS, bert_tokenizer, clip_pixels, pictures
+from tiny_scorers import CLIP_MEAN, CLIP_STD, PROMPTS, bert_tokenizer, check_of_pixels, clip_pixels, pictures
 from transformers import BlipTextModel, BlipVisionModel
 
 from verl_omni.rewards import make_scorer
@@ -102,6 +102,10 @@ def test_score_is_that_of_the_published_network(published):
     assert np.std(wanted) > 0.01
     alone = [make(folder)([i], None, [p], None)[0]["score"] for i, p in zip(images, PROMPTS, strict=True)]
     assert [a["score"] for a in answers] == pytest.approx(alone, abs=2e-5)
+
+
+def test_pixels_have_the_same_score_and_a_gradient(published):
+    check_of_pixels(make(published[0]), near=5e-3)
 
 
 def test_a_long_prompt_is_cut_after_35_tokens(published):

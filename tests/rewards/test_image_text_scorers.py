@@ -11,6 +11,7 @@ from PIL import Image
 from tiny_scorers import (
     PROMPTS,
     SIDE,
+    check_of_pixels,
     clip_folder,
     clip_pixels,
     clip_words,
@@ -103,7 +104,9 @@ def test_siglip_score_is_the_models_probability_or_the_cosine(siglip, tmp_path):
     assert [a["score"] for a in answers] == pytest.approx(expected, abs=1e-5)
 
 
-def test_siglip_2_for_images_of_any_shape(tmp_path):
+@pytest.fixture
+def siglip_2(tmp_path):
+    """For images of any shape, in patches."""
     words = siglip_tokenizer(tmp_path)
     tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     tokens = {"vocab_size": len(words), "max_position_embeddings": 24, "bos_token_id": None, "eos_token_id": 1}
@@ -112,13 +115,34 @@ def test_siglip_2_for_images_of_any_shape(tmp_path):
     model.save_pretrained(tmp_path)
     prepare = Siglip2ImageProcessorPil(patch_size=8, max_num_patches=16)
     prepare.save_pretrained(tmp_path)
+    return tmp_path, words, model, prepare
+
+
+def test_siglip_2_for_images_of_any_shape(siglip_2):
+    folder, words, model, prepare = siglip_2
     images = pictures()
-    answers = make_scorer("siglip_score", {"model": str(tmp_path)})(images, None, PROMPTS, None)
+    answers = make_scorer("siglip_score", {"model": str(folder)})(images, None, PROMPTS, None)
     for image, prompt, answer in zip(images, PROMPTS, answers, strict=True):
         ids = torch.tensor([siglip_ids(prompt, words.get_vocab())])
         with torch.no_grad():
             logit = model(input_ids=ids, **prepare(images=[image], return_tensors="pt")).logits_per_image.item()
         assert answer["score"] == pytest.approx(1 / (1 + np.exp(-logit)), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "fixture", "settings", "near"),
+    [
+        ("clip_score", "clip", {}, 5e-3),
+        ("pickscore", "clip", {}, 0.15),  # 30 times as large as that
+        ("siglip_score", "siglip", {"scale": "cosine"}, 1e-2),
+        ("siglip_score", "siglip", {"scale": "probability"}, 5e-3),
+        ("siglip_score", "siglip_2", {"scale": "cosine"}, 5e-3),
+    ],
+)
+def test_pixels_have_the_same_score_and_a_gradient(name, fixture, settings, near, request):
+    folder = str(request.getfixturevalue(fixture)[0])
+    given = {"model": folder} | ({"processor": folder} if name == "pickscore" else {})
+    check_of_pixels(make_scorer(name, given | settings), near)
 
 
 @pytest.mark.parametrize("name", ["clip_score", "siglip_score"])

@@ -4,6 +4,7 @@ import string
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
@@ -118,3 +119,30 @@ def clip_pixels(picture: Image.Image, size: int = SIDE) -> np.ndarray:
 
 def unit(vectors: np.ndarray) -> np.ndarray:
     return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+
+
+def as_pixels(picture: Image.Image) -> torch.Tensor:
+    """1 x 3 x height x width in [0, 1]."""
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None].float() / 255
+
+
+def check_of_pixels(scorer, near: float, side: int = SIDE) -> None:
+    """Scores of pixels are those of the picture, each with its prompt, and have a gradient; the weights have none.
+
+    Of a picture of `side` pixels, as large as what the model sees, nothing is resized, and both agree to rounding. Of
+    others PIL rounds to 256 steps of brightness, after rows and after columns, and torch does not
+    (test_image_tensors.py): `near` is what that makes of a score with these large random weights.
+    """
+    for chosen, off in ((pictures((side, side), seed=3), 2e-5), (pictures(), near)):
+        for picture in chosen:
+            pixels = as_pixels(picture).requires_grad_()
+            scores = scorer.of_pixels(pixels.expand(3, -1, -1, -1), PROMPTS)
+            wanted = [row["score"] for row in scorer([picture] * 3, None, PROMPTS, None)]
+            assert scores.tolist() == pytest.approx(wanted, abs=off) and len(set(wanted)) == 3
+            for score in scores:
+                (gradient,) = torch.autograd.grad(score, pixels, retain_graph=True)
+                assert gradient.isfinite().all() and gradient.any()
+    weights = [p for value in vars(scorer).values() if isinstance(value, torch.nn.Module) for p in value.parameters()]
+    assert weights and not any(p.requires_grad for p in weights)
+    with pytest.raises(ValueError, match="that of image 0 is ''"):
+        scorer.of_pixels(pixels, [""])

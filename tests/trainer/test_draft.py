@@ -1,6 +1,8 @@
 """Direct reward gradients: up the gradient of the reward itself, and a line where there is none."""
 
+import asyncio
 import contextlib
+import json
 import shutil
 
 import pytest
@@ -9,9 +11,13 @@ from composed import composed
 from e2e_runs import metrics, run_here, settings
 from refusals import refused
 from tiny_models import tiny_checkpoint
+from tiny_scorers import clip_folder
 
-from verl_omni.rewards.differentiable import check_differentiable, differentiable
+from verl_omni.rewards import check_settings, register_reward
+from verl_omni.rewards.choice import read_choices
+from verl_omni.rewards.differentiable import check_differentiable, differentiable, reward_of_pixels, told_by_name
 from verl_omni.rewards.reward_function import RewardFunction
+from verl_omni.rewards.scoring import as_reward_function
 from verl_omni.testing.local_trainer import local_config
 from verl_omni.trainer.checks.reward_trial import try_gradient
 from verl_omni.trainer.failures import users_mistake
@@ -26,10 +32,24 @@ from verl_omni.rewards.differentiable import differentiable
 def compute_score(pixels, *, wanted=1.0):
     return 1 - (pixels.mean(dim=(1, 2, 3)) - wanted).abs()
 """
+# A prompt says how high its image is, and so do the pixels: an image that has another one's prompt is found out.
+HEIGHTS = """
+from verl_omni.rewards.differentiable import differentiable
+
+@differentiable
+def compute_score(pixels, prompts, ground_truths, extra_infos):
+    told = [(prompt, truth, info["note"]) for prompt, truth, info in zip(prompts, ground_truths, extra_infos)]
+    height = pixels.shape[2]
+    assert told == [(f"{height} high", str(height), -height)] * len(pixels), told
+    return pixels.mean(dim=(1, 2, 3))
+"""
 PLAIN = """
 def compute_score(image):
     return 0.5
 """
+
+
+ROW = {"data_source": "mine", "prompt": "a cat", "reward_model": {"ground_truth": "one"}, "extra_info": {}}
 
 
 @pytest.fixture
@@ -71,6 +91,102 @@ def test_the_reference_holds_a_lora_back(reward, tmp_path, monkeypatch, process_
     assert told[0]["actor/kl_loss"] == 0 and told[-1]["actor/kl_loss"] > 0
 
 
+def test_each_image_is_scored_with_what_belongs_to_it(tmp_path, monkeypatch, process_group):
+    """When it is drawn, and when it is trained: in shuffled mini-batches, and micro-batches of parts of them."""
+    (tmp_path / "heights.py").write_text(HEIGHTS)
+    rows = [{"prompt": f"{h} high", "ground_truth": str(h), "note": -h, "height": h} for h in (32, 48, 64, 80)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    more = (
+        f"data.train_files={tmp_path / 'prompts.jsonl'}",
+        "data.train_batch_size=4",
+        "trainer.total_training_steps=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",
+    )
+    told = run(tmp_path, f"{OWN}={tmp_path / 'heights.py'}", monkeypatch, *more)
+    assert told[-1]["actor/grad_norm"] > 0 and not told[-1].get("reward/failed")
+
+
+def test_the_score_of_image_and_prompt_climbs(tmp_path, monkeypatch, process_group):
+    """The same model scores in the rollout and in the update: what one step predicts is nearly the image itself."""
+    clip_folder(tmp_path)
+    reward = f"reward.scorers=[{{name: clip_score, model: {tmp_path}, device: cpu}}]"
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a red fox"}\n{"prompt": "two cats, in the snow"}')
+    more = (f"data.train_files={tmp_path / 'prompts.jsonl'}", "trainer.total_training_steps=16")
+    told = run(tmp_path, reward, monkeypatch, *more)
+    rewards = [step["critic/rewards/mean"] for step in told]
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.05
+    assert told[0]["actor/predicted_reward"] == pytest.approx(rewards[0], abs=0.1)
+
+
+def test_a_function_is_told_what_it_asks_for():
+    rows = [{"prompt": "a", "ground_truth": "2"}, {"prompt": "bcd", "ground_truth": "4"}]
+    rows = [row | {"data_source": "mine", "extra_info": {}} for row in rows]
+    pixels = torch.full((2, 3, 4, 4), 0.5)
+
+    def many(pixels, prompts, *, times=1):
+        return times * pixels.mean(dim=(1, 2, 3)) * torch.tensor([float(len(prompt)) for prompt in prompts])
+
+    def one(pixels, prompt, ground_truth="1", *, times=1):
+        assert len(pixels) == 1
+        return times * pixels.mean() * len(prompt) * int(ground_truth)
+
+    assert told_by_name(many, {"times": 2})(pixels, rows).tolist() == [1.0, 3.0]
+    assert told_by_name(one, {"times": 2})(pixels, rows).tolist() == [2.0, 12.0]
+    for function, names in ((many, ["solution_images", "prompts", "times"]),
+                            (one, ["solution_image", "prompt", "ground_truth", "times"])):  # fmt: skip
+        reward = RewardFunction(differentiable(function), "mine", {"times": 2})
+        assert reward.wanted == names and reward.batched == (function is many)
+    assert differentiable(many)(list(pixels), prompts=["a", "bcd"]) == [0.5, 1.5]
+    assert differentiable(one)(pixels[0], prompt="bcd", ground_truth="4") == 6.0
+
+
+def test_rewards_with_a_name_of_ones_own_are_added_up():
+    """A function, and a class that is told no device."""
+
+    @register_reward("test_letters")
+    @differentiable
+    def letters(pixels, prompts, *, times: int = 1):
+        return times * pixels.mean(dim=(1, 2, 3)) * torch.tensor([float(len(prompt)) for prompt in prompts])
+
+    @register_reward("test_level")
+    class Level:
+        def __init__(self, *, level: float = 0.0):
+            self.level = level
+
+        def __call__(self, images):
+            raise AssertionError("asked for a score without a gradient")
+
+        def of_pixels(self, pixels):
+            return pixels.mean(dim=(1, 2, 3)) - self.level
+
+    named = "reward.scorers=[{name: test_letters, times: 2, weight: 3}, {name: test_level, level: 0.25}]"
+    score = reward_of_pixels(composed(DRAFT, named).reward, "cpu")
+    told = [{"prompt": "a"}, {"prompt": "bc"}]
+    assert score(torch.full((2, 3, 4, 4), 0.5), told).tolist() == [3 * 1.0 + 0.25, 3 * 2.0 + 0.25]
+    check_settings("test_letters", {"times": 2})
+    with pytest.raises(ValueError, match="times=two: expected int"):
+        check_settings("test_letters", {"times": "two"})
+    asked = as_reward_function(None, read_choices([{"name": "test_letters", "times": 2}])["test_letters"])
+    images = [torch.full((3, 4, 4), 0.5), torch.full((3, 2, 2), 0.25)]
+    rows = [{"response": image} | row for image, row in zip(images, told, strict=True)]
+    assert [answer["score"] for answer in asyncio.run(asked.score(rows))] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda pixels, prompt, ground_truths: 0, "asks for prompt, of one image, and ground_truths, of many"),
+        (lambda pixels, image: 0, "asks for image: it has pixels, and may ask for data_sources, prompts"),
+        (lambda pixels, reward_router_address: 0, "asks for reward_router_address: it has pixels"),
+    ],
+)
+def test_what_a_function_of_pixels_is_not_told_is_refused(function, said):
+    with pytest.raises(ValueError, match=said) as caught:
+        differentiable(function)
+    assert users_mistake(caught.value)
+
+
 def test_a_function_of_pixels_scores_images_as_any_other(tmp_path):
     function = RewardFunction(differentiable(lambda pixels, *, wanted=1.0: pixels.amax((1, 2, 3)) - wanted), "mine")
     assert function.batched and function.wanted == ["solution_images", "wanted"]
@@ -82,7 +198,10 @@ def test_a_function_of_pixels_scores_images_as_any_other(tmp_path):
     ("given", "said"),
     [
         ([], "follows one reward for all prompts: name it"),
-        (["reward.scorers=[{name: jpeg_incompressibility}]"], 'no gradient.*take aesthetic, or a'),
+        (
+            ["reward.scorers=[{name: jpeg_incompressibility}]"],
+            "no gradient.*in 8 bits.*take aesthetic, clip_score, hpsv2, image_reward, pickscore, siglip_score, .*or a",
+        ),
         (["reward.custom_reward_function.path=plain.py"], "has no gradient.*give it the decorator"),
         (
             ["reward.scorers=[{name: motion}, {name: aesthetic, gate: {by: motion, at_least: 1}}]"],
@@ -106,14 +225,17 @@ def test_a_reward_without_a_gradient_is_refused_in_one_line(given, said, reward,
         ("torch.tensor([image.mean() for image in pixels.numpy()])", "Can't call numpy"),
         ("(pixels.mean(dim=(1, 2, 3)) - 0.85).relu()", None),  # flat for all but the brightest
         ("1 / 0", None),  # what fails is told by the trial of rewards
+        ("pixels.mean(dim=(1, 2, 3)) * (prompts == ['a cat'] and ground_truths == ['one'])", None),
+        ("pixels.mean(dim=(1, 2, 3)) * (prompts == ['a dog'])", "it is 0 for every pixel"),
     ],
 )
 def test_scores_that_do_not_move_with_the_pixels_are_refused(score, said, tmp_path):
-    (tmp_path / "mine.py").write_text(BRIGHTNESS.split("    return")[0] + f"    import torch\n    return {score}\n")
+    function = BRIGHTNESS.split("    return")[0].replace("pixels,", "pixels, prompts, ground_truths,")
+    (tmp_path / "mine.py").write_text(f"{function}    import torch\n    return {score}\n")
     config = composed(DRAFT, f"{OWN}={tmp_path / 'mine.py'}")
     function = RewardFunction.of(config.reward.custom_reward_function, 60)
     with pytest.raises(ValueError, match=f"no gradient.*{said}") if said else contextlib.nullcontext():
-        try_gradient(config, function)
+        try_gradient(config, function, ROW)
 
 
 def test_a_run_asks_for_the_gradient_before_it_starts(tmp_path, monkeypatch):

@@ -32,9 +32,12 @@ def predicted(score) -> torch.Tensor:
     rollout = make_rollout(engine)
     engine.replay = NoiseLevels(engine)
     data = roll_out(engine, per_prompt=1, rollout=rollout)
-    engine.replay.reward_of = rollout.with_reward(score)
+    engine.replay.reward_of = rollout.with_reward(lambda pixels, told: score(pixels))
+    engine.replay.told = [{}]
     clean = data.pop("final_latents")
     with engine.train_mode(), engine.autocast():
         return engine.replay.model_outputs(
-            data | {"clean_latents": clean, "noise": torch.zeros_like(clean), "sigma": torch.full((len(clean),), 0.1)}
+            data
+            | {"clean_latents": clean, "noise": torch.zeros_like(clean), "sigma": torch.full((len(clean),), 0.1)}
+            | {"told": torch.zeros(len(clean), dtype=torch.long)}
         )["predicted_reward"]

@@ -13,7 +13,7 @@ import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platf
 from verl_omni.rewards.choice import OWN, Choice, combine, read_choices, rewards_of, weighted
 from verl_omni.rewards.judge import with_judge
 from verl_omni.rewards.pairwise import Comparisons, beside
-from verl_omni.rewards.reward_function import RewardError, RewardFunction
+from verl_omni.rewards.reward_function import RewardError, RewardFunction, told_of
 from verl_omni.rewards.scoring import Failures, Scoring, as_reward_function, described
 
 PLACES = ("group", "burst", "position")  # of a sample: where it belongs, which no reward is told
@@ -64,13 +64,7 @@ class ImageRewardManager(RewardManagerBase):
         item = data[-1]
         fields = item.non_tensor_batch
         kept_as = fields if "responses" in fields else item.batch  # pixels of one size, and whatever is no pixels
-        sample = {
-            "data_source": fields["data_source"],
-            "response": kept_as["responses"],
-            "prompt": fields.get("prompt", ""),
-            "ground_truth": (fields.get("reward_model") or {}).get("ground_truth"),
-            "extra_info": dict(fields.get("extra_info") or {}) | {"prompt": fields.get("prompt", "")},
-        }
+        sample = {"response": kept_as["responses"]} | told_of(fields)
         sample["group"] = fields.get("uid") or object()  # without a group's name, each image is one
         sample["burst"], sample["position"] = data.meta_info.get("burst"), data.meta_info.get("position")
         if self.comparisons is not None and "compared" in fields:

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from verl_omni.rewards.image_tensors import prepared
 from verl_omni.rewards.torch_models import ModelScorer
 
 if TYPE_CHECKING:
@@ -16,19 +17,34 @@ class ImageTextScorer(ModelScorer):
     tokenizer: Any
     image_processor: Any
 
-    def cosine(self, pictures: list["Image"], prompts: list[str]) -> "torch.Tensor":
-        """Of each picture and its prompt."""
-        return (self.embed_pictures(pictures) * self.embed_texts(prompts)).sum(-1)
+    def of_cosine(self, cosine: "torch.Tensor") -> dict[str, "torch.Tensor"]:
+        """As `score`, of the cosine of each picture and its prompt."""
+        raise NotImplementedError
 
-    def embed_pictures(self, pictures: list["Image"]) -> "torch.Tensor":
-        """A unit vector for each."""
-        inputs = self.pixels(pictures)
+    def score(self, pictures: list["Image"], prompts: list[str]) -> dict[str, "torch.Tensor"]:
+        return self.of_cosine((self.embed(self.pixels(pictures)) * self.embed_texts(prompts)).sum(-1))
+
+    def of_pixels(self, pixels: "torch.Tensor", prompts: list[str]) -> "torch.Tensor":
+        """Scores (B,) of pixels (B, 3, H, W) in [0, 1], with a gradient to them."""
+        import torch
+
+        with torch.no_grad():
+            texts = self.embed_texts(self._checked_prompts(prompts, len(pixels)))
+        return self.of_cosine((self.embed(self.prepared(pixels)) * texts).sum(-1))["score"]
+
+    def embed(self, inputs: dict[str, "torch.Tensor"]) -> "torch.Tensor":
+        """A unit vector for each image, as `pixels` or `prepared` made it ready."""
         inputs = {key: value.to(self.device) for key, value in inputs.items()}
         inputs["pixel_values"] = inputs["pixel_values"].to(self.dtype)
         return unit(self.model.get_image_features(**inputs).pooler_output)
 
     def pixels(self, pictures: list["Image"]) -> dict[str, "torch.Tensor"]:
+        """What the model takes of pictures."""
         return dict(self.image_processor(images=pictures, return_tensors="pt"))
+
+    def prepared(self, pixels: "torch.Tensor") -> dict[str, "torch.Tensor"]:
+        """The same of pixels (B, 3, H, W) in [0, 1], with a gradient to them."""
+        return {"pixel_values": prepared(pixels, self.image_processor)}
 
     def embed_texts(self, prompts: list[str]) -> "torch.Tensor":
         """A unit vector for each; a prompt that comes several times is embedded once.
@@ -48,17 +64,3 @@ class ImageTextScorer(ModelScorer):
 def unit(vectors: "torch.Tensor") -> "torch.Tensor":
     """Of length 1, in float32."""
     return vectors.float() / vectors.float().norm(dim=-1, keepdim=True)
-
-
-def prepared(pixels: "torch.Tensor", processor: Any) -> "torch.Tensor":
-    """What CLIP's image processor makes of pixels (B, 3, H, W) in [0, 1], with a gradient to them."""
-    import torch
-
-    height, width = pixels.shape[-2:]
-    edge, crop = processor.size["shortest_edge"], processor.crop_size
-    size = [max(edge, int(side * edge / min(height, width))) for side in (height, width)]
-    resized = torch.nn.functional.interpolate(pixels.float(), size, mode="bicubic", antialias=True).clamp(0, 1)
-    top, left = (size[0] - crop["height"]) // 2, (size[1] - crop["width"]) // 2
-    cut = resized[..., top : top + crop["height"], left : left + crop["width"]]
-    mean, std = (torch.tensor(value).to(cut).view(3, 1, 1) for value in (processor.image_mean, processor.image_std))
-    return (cut - mean) / std

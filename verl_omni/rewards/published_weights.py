@@ -71,7 +71,7 @@ def build_model(
     strange = sorted(info["missing_keys"] | info["unexpected_keys"])
     if strange:
         raise RunError(f"{where}: this version of transformers does not take {some(strange)}")
-    return model
+    return model.requires_grad_(False)
 
 
 def linear_head(weights: Mapping[str, "torch.Tensor"], where: str, prefix: str = "layers.") -> "torch.nn.Sequential":
@@ -88,7 +88,7 @@ def linear_head(weights: Mapping[str, "torch.Tensor"], where: str, prefix: str =
         outputs, inputs = weights[f"{prefix}{number}.weight"].shape
         head[number] = nn.Linear(inputs, outputs)
     head.load_state_dict({key.removeprefix(prefix): value for key, value in weights.items()})
-    return head.eval()
+    return head.eval().requires_grad_(False)
 
 
 def check_names(expected: Iterable[str], found: Iterable[str], where: str) -> None:

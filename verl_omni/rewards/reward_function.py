@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -20,9 +20,21 @@ from verl_omni.utils.suggest import unknown
 from verl_omni.utils.time_limit import SECONDS, TookTooLong, time_limit
 
 # What a function may ask for by the name of its parameter: for one sample, and (plural) for a batch.
+TOLD = ("data_source", "prompt", "ground_truth", "extra_info")  # of a row of the data, whatever was made of it
 SINGLE = ("data_source", *GIVEN, "prompt", "ground_truth", "extra_info", "other")
 BATCHED = ("data_sources", *GIVEN_MANY, "prompts", "ground_truths", "extra_infos", "others")
 SERVICES = ("reward_router_address", "reward_model_tokenizer")
+
+
+def told_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """TOLD, of a row as the run knows it."""
+    prompt = row.get("prompt", "")
+    return {
+        "data_source": row["data_source"],
+        "prompt": prompt,
+        "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
+        "extra_info": dict(row.get("extra_info") or {}) | {"prompt": prompt},
+    }
 
 
 class RewardError(RunError):

@@ -153,14 +153,17 @@ def refuse_code_of(where: str, folder: str | Path) -> None:
 
 
 def load_model(cls: Any, source: str, name: str, dtype: "torch.dtype", setting: str = "model") -> Any:
-    """The same for a model, all of whose weights have to be there: transformers would fill in random ones."""
+    """The same for a model, all of whose weights have to be there: transformers would fill in random ones.
+
+    They stay as they are: a gradient goes through a reward, and none to it.
+    """
     options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
     model, info = load_pretrained(cls, source, name, setting, weights=True, **options)
     lacking = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
     if lacking:
         where = f'reward.scorers.{name}.{setting}="{source}"'
         raise RunError(f"{where} is another model: it lacks, or has in another shape, {some(lacking)}")
-    return model
+    return model.requires_grad_(False)
 
 
 def some(names: list[str]) -> str:

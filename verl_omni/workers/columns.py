@@ -76,6 +76,7 @@ DECLARED = {
         Column("group", "trainer", "worker", seen=False, host=True),
         Column("group_sums", "worker", "loss", per="level"),
         # rewards, and what becomes of them
+        Column("told", "trainer", "replay", host=True),
         Column("rm_scores", "rewards", "trainer", trained=False),
         Column("sample_level_rewards", "trainer", "trainer", trained=False),
         Column("score", "data", "trainer", trained=False),

@@ -233,8 +233,9 @@ class DiffusionWorker(Worker):
     # ---- training ------------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def follow_reward(self, make: Callable[[str], Callable[[torch.Tensor], torch.Tensor]]) -> None:
-        """For losses that ask for `predicted_reward`. `make` gives, for a device, rewards of pixels with a gradient."""
+    def follow_reward(self, make: Callable[[str], Callable[[torch.Tensor, list[Any]], torch.Tensor]]) -> None:
+        """For losses that ask for `predicted_reward`. `make` gives, for a device, rewards with a gradient: of pixels,
+        and of what is told of each image."""
         self.engine.replay.reward_of = self.rollout.with_reward(make(str(self.engine.device)))
 
     @register(dispatch_mode=BY_ROWS)
@@ -344,6 +345,8 @@ class DiffusionWorker(Worker):
     @names_memory_knobs("update")
     def update_actor(self, data: DataProto) -> dict[str, float]:
         """All optimizer steps of one rollout; `num_mini_batches` and `epochs` are in the batch's meta_info."""
+        if "told" in data.meta_info:
+            self.engine.replay.told = data.meta_info["told"]
         self._find_micro_batch(data)
         epochs, stale = data.meta_info["epochs"], data.meta_info.get("stale", False)
         old = self._choose_old_log_probs(stale)

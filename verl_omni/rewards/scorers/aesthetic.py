@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from verl_omni.rewards.image_text import ImageTextScorer, prepared, unit
+from verl_omni.rewards.image_text import ImageTextScorer
 from verl_omni.rewards.published_weights import find_file, linear_head, read_tensors
 from verl_omni.rewards.registry import register_reward
 from verl_omni.rewards.torch_models import BatchSize, Dtype, Frames, load_model, load_pretrained
@@ -38,10 +38,10 @@ class Aesthetic(ImageTextScorer):
         super().__init__("aesthetic", device, dtype, batch_size, frames)
         where = f'reward.scorers.aesthetic.model="{model}"'
         self.head = linear_head(read_tensors(find_file(model, self.name), self.name), where)
-        self.head.to(self.device).requires_grad_(False)
+        self.head.to(self.device)
         self.model = load_model(CLIPModel, clip, self.name, self.dtype, "clip")
         self.model.text_model = None  # nobody reads here
-        self.model.to(self.device).requires_grad_(False)
+        self.model.to(self.device)
         self.image_processor = load_pretrained(CLIPImageProcessorPil, clip, self.name, "clip")
         if self.model.projection_dim != self.head[0].in_features:
             raise RunError(
@@ -50,10 +50,8 @@ class Aesthetic(ImageTextScorer):
             )
 
     def of_pixels(self, pixels: "torch.Tensor") -> "torch.Tensor":
-        """Scores (B,) of pixels (B, 3, H, W) in [0, 1], with a gradient."""
-        inputs = prepared(pixels, self.image_processor).to(self.device, self.dtype)
-        embedded = unit(self.model.get_image_features(pixel_values=inputs).pooler_output)
-        return self.head(embedded).squeeze(-1)
+        """Scores (B,) of pixels (B, 3, H, W) in [0, 1], with a gradient to them."""
+        return self.head(self.embed(self.prepared(pixels))).squeeze(-1)
 
     def score(self, pictures: list["Image"], prompts: list[str]) -> dict[str, "torch.Tensor"]:
-        return {"score": self.head(self.embed_pictures(pictures)).squeeze(-1)}
+        return {"score": self.head(self.embed(self.pixels(pictures))).squeeze(-1)}

@@ -8,7 +8,6 @@ from verl_omni.rewards.torch_models import BatchSize, Dtype, Frames, load_model,
 
 if TYPE_CHECKING:
     import torch
-    from PIL.Image import Image
 
 Scale = Literal["flow_grpo", "paper"]
 
@@ -40,8 +39,7 @@ class ClipScore(ImageTextScorer):
         self.tokenizer = load_pretrained(AutoTokenizer, model, self.name)
         self.image_processor = load_pretrained(CLIPImageProcessorPil, model, self.name)
 
-    def score(self, pictures: list["Image"], prompts: list[str]) -> dict[str, "torch.Tensor"]:
-        cosine = self.cosine(pictures, prompts)
+    def of_cosine(self, cosine: "torch.Tensor") -> dict[str, "torch.Tensor"]:
         if self.scale == "paper":
             return {"score": 2.5 * cosine.clamp(min=0), "cosine": cosine}
         return {"score": self.model.logit_scale.float().exp() * cosine / 30, "cosine": cosine}

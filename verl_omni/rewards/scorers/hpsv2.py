@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from verl_omni.rewards.image_tensors import in_clips_units
 from verl_omni.rewards.image_text import ImageTextScorer
 from verl_omni.rewards.images import to_rgb_array
 from verl_omni.rewards.published_weights import build_model, depth_of, find_file, read_tensors, shape_of
@@ -121,26 +122,33 @@ class HpsV2(ImageTextScorer):
         self.model = clip.to(self.device)
 
     def pixels(self, pictures: list["Image"]) -> dict[str, "torch.Tensor"]:
-        """As HPS v2 was trained: the longer side fills the square, black bars the rest; nothing is cropped."""
         import torch
-        from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
         size = self.model.config.vision_config.image_size
-        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD))
-        return {"pixel_values": torch.stack([(letterbox(picture, size) - mean) / std for picture in pictures])}
+        return {"pixel_values": in_clips_units(torch.stack([letterbox(picture, size) for picture in pictures]))}
 
-    def score(self, pictures: list["Image"], prompts: list[str]) -> dict[str, "torch.Tensor"]:
-        return {"score": self.cosine(pictures, prompts)}
+    def prepared(self, pixels: "torch.Tensor") -> dict[str, "torch.Tensor"]:
+        """As HPS v2 was trained: the longer side fills the square, black bars the rest; nothing is cropped."""
+        return {"pixel_values": in_clips_units(letterboxed(pixels, self.model.config.vision_config.image_size))}
+
+    def of_cosine(self, cosine: "torch.Tensor") -> dict[str, "torch.Tensor"]:
+        return {"score": cosine}
 
 
 def letterbox(picture: "Image", size: int) -> "torch.Tensor":
-    """3 x size x size in [0, 1], or a little beyond where bicubic interpolation overshoots an edge."""
+    """3 x size x size."""
     import torch
-    from torch.nn import functional
 
     pixels = torch.from_numpy(to_rgb_array(picture)).permute(2, 0, 1).float() / 255
-    scale = size / max(pixels.shape[1:])
-    height, width = (max(1, round(side * scale)) for side in pixels.shape[1:])
-    small = functional.interpolate(pixels[None], size=(height, width), mode="bicubic", antialias=True)[0]
+    return letterboxed(pixels[None], size)[0]
+
+
+def letterboxed(pixels: "torch.Tensor", size: int) -> "torch.Tensor":
+    """B x 3 x size x size in [0, 1], or a little beyond where bicubic interpolation overshoots an edge."""
+    from torch.nn import functional
+
+    scale = size / max(pixels.shape[2:])
+    height, width = (max(1, round(side * scale)) for side in pixels.shape[2:])
+    small = functional.interpolate(pixels.float(), size=(height, width), mode="bicubic", antialias=True)
     left, top = (size - width) // 2, (size - height) // 2
     return functional.pad(small, (left, size - width - left, top, size - height - top))

@@ -2,11 +2,12 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl_omni.rewards.image_tensors import cut, in_clips_units, resized
 from verl_omni.rewards.published_weights import (
     build_model,
     check_names,
@@ -138,15 +139,23 @@ class ImageReward(ModelScorer):
         import torch
 
         size = self.vision.config.image_size
-        pixels = torch.stack([torch.from_numpy(centre_square(picture, size)) for picture in pictures])
-        seen = self.vision(pixel_values=pixels.to(self.device, self.dtype)).last_hidden_state
+        squares = torch.stack([torch.from_numpy(centre_square(picture, size)) for picture in pictures])
+        return {"score": self._of_squares(squares, prompts)}
+
+    def of_pixels(self, pixels: "torch.Tensor", prompts: list[str]) -> "torch.Tensor":
+        """Scores (B,) of pixels (B, 3, H, W) in [0, 1], with a gradient to them."""
+        prompts = self._checked_prompts(prompts, len(pixels))
+        return self._of_squares(centre_squares(pixels, self.vision.config.image_size), prompts)
+
+    def _of_squares(self, squares: "torch.Tensor", prompts: list[str]) -> "torch.Tensor":
+        seen = self.vision(pixel_values=squares.to(self.device, self.dtype)).last_hidden_state
         tokens = self.tokenizer(
             prompts, padding="max_length", truncation=True, max_length=MOST_TOKENS, return_tensors="pt"
         ).to(self.device)
         read = self.text(
             input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"], encoder_hidden_states=seen
         ).last_hidden_state
-        return {"score": (self.head(read[:, 0].float()).squeeze(-1) - MEAN) / STD}
+        return (self.head(read[:, 0].float()).squeeze(-1) - MEAN) / STD
 
 
 def centre_square(picture: "Image", size: int) -> np.ndarray:
@@ -154,8 +163,20 @@ def centre_square(picture: "Image", size: int) -> np.ndarray:
     from PIL.Image import Resampling
     from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
-    short = min(picture.size)
-    width, height = (int(size * side / short) for side in picture.size)
-    left, top = round((width - size) / 2), round((height - size) / 2)
+    (width, height), (left, top) = middle(picture.size, size)
     square = picture.resize((width, height), Resampling.BICUBIC).crop((left, top, left + size, top + size))
     return ((np.array(square, np.float32) / 255 - OPENAI_CLIP_MEAN) / OPENAI_CLIP_STD).transpose(2, 0, 1)
+
+
+def centre_squares(pixels: "torch.Tensor", size: int) -> "torch.Tensor":
+    """The same of pixels (B, 3, H, W) in [0, 1], with a gradient to them."""
+    from PIL.Image import Resampling
+
+    sides, (top, left) = middle(pixels.shape[-2:], size)
+    return in_clips_units(cut(resized(pixels, sides, Resampling.BICUBIC), top, left, (size, size)))
+
+
+def middle(sides: Sequence[int], size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How long the sides become, and where the square begins on each."""
+    sides = tuple(int(size * side / min(sides)) for side in sides)
+    return sides, tuple(round((side - size) / 2) for side in sides)

@@ -9,7 +9,6 @@ from verl_omni.rewards.torch_models import BatchSize, Dtype, Frames, load_model,
 
 if TYPE_CHECKING:
     import torch
-    from PIL.Image import Image
 
 
 @register_reward("pickscore", reads=("prompt",))
@@ -40,6 +39,5 @@ class PickScore(ImageTextScorer):
         self.tokenizer = load_pretrained(AutoTokenizer, processor, self.name, "processor")
         self.image_processor = load_pretrained(CLIPImageProcessorPil, processor, self.name, "processor")
 
-    def score(self, pictures: list["Image"], prompts: list[str]) -> dict[str, "torch.Tensor"]:
-        cosine = self.cosine(pictures, prompts)
+    def of_cosine(self, cosine: "torch.Tensor") -> dict[str, "torch.Tensor"]:
         return {"score": self.model.logit_scale.float().exp() * cosine / self.divide_by, "cosine": cosine}

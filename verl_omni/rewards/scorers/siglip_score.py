@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING, Literal
 
+from verl_omni.rewards.image_tensors import normalised, resized
 from verl_omni.rewards.image_text import ImageTextScorer
 from verl_omni.rewards.registry import register_reward
 from verl_omni.rewards.torch_models import BatchSize, Dtype, Frames, load_model, load_pretrained
 
 if TYPE_CHECKING:
     import torch
-    from PIL.Image import Image
 
 Scale = Literal["probability", "cosine"]
 
@@ -42,12 +42,28 @@ class SiglipScore(ImageTextScorer):
         processor = Siglip2ImageProcessorPil if any_shape else SiglipImageProcessorPil
         self.image_processor = load_pretrained(processor, model, self.name)
 
+    def prepared(self, pixels: "torch.Tensor") -> dict[str, "torch.Tensor"]:
+        """For images of any shape: so many whole patches as there may be, which the processor counts, in rows."""
+        import numpy as np
+        from torch.nn import functional
+
+        processor = self.image_processor
+        if self.model.config.model_type != "siglip2":
+            return super().prepared(pixels)
+        inputs = dict(processor(images=[np.zeros((*pixels.shape[-2:], 3), np.uint8)], return_tensors="pt"))
+        (down, across), patch = inputs["spatial_shapes"][0].tolist(), processor.patch_size
+        image = resized(pixels, (down * patch, across * patch), processor.resample)
+        image = normalised(image, processor.image_mean, processor.image_std)
+        rows = image.unflatten(3, (across, patch)).unflatten(2, (down, patch)).permute(0, 2, 4, 3, 5, 1)
+        rows = rows.reshape(len(pixels), down * across, -1)
+        inputs = {key: value.expand(len(pixels), *value.shape[1:]) for key, value in inputs.items()}
+        return inputs | {"pixel_values": functional.pad(rows, (0, 0, 0, processor.max_num_patches - down * across))}
+
     def embed_texts(self, prompts: list[str]) -> "torch.Tensor":
         """SigLIP knows small letters only. The tokenizer of its first version makes them, that of its second not."""
         return super().embed_texts([prompt.lower() for prompt in prompts])
 
-    def score(self, pictures: list["Image"], prompts: list[str]) -> dict[str, "torch.Tensor"]:
-        cosine = self.cosine(pictures, prompts)
+    def of_cosine(self, cosine: "torch.Tensor") -> dict[str, "torch.Tensor"]:
         if self.scale == "cosine":
             return {"score": cosine, "cosine": cosine}
         logit = self.model.logit_scale.float().exp() * cosine + self.model.logit_bias.float()

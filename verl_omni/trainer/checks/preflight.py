@@ -312,12 +312,13 @@ def check_rewards(config: DictConfig) -> None:
             "reward.scorers"
         )
     loss = get_diffusion_loss_fn(config.actor_rollout_ref.actor.diffusion_loss.loss_mode)
-    if "predicted_reward" in loss.required_model_output_keys:
+    follows = "predicted_reward" in loss.required_model_output_keys
+    if follows:
         check_differentiable(config.reward)
-        if own:
-            try_gradient(config, function)
     datasets = [dataset for dataset in load_datasets(config) if dataset is not None]
     rows = [dataset[i] for dataset in datasets for i in range(len(dataset))]
+    if follows and own:
+        try_gradient(config, function, rows[0])
     sources = {row["data_source"] for row in rows}
     used = set()
     for source in sources:

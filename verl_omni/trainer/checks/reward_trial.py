@@ -16,7 +16,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_omni.rewards.reward_function import SERVICES, RewardError, RewardFunction
+from verl_omni.rewards.reward_function import SERVICES, RewardError, RewardFunction, told_of
 from verl_omni.utils.errors import RunError
 from verl_omni.utils.responses import GIVEN, GIVEN_MANY, KINDS, PICTURE
 
@@ -76,13 +76,15 @@ def try_first(config: DictConfig) -> bool:
     return answer.get("asked", False)
 
 
-def try_gradient(config: DictConfig, function: RewardFunction) -> None:
+def try_gradient(config: DictConfig, function: RewardFunction, row: dict[str, Any]) -> None:
     """Refuse a differentiable function whose scores of noise, dark, grey or bright, do not move with the pixels.
+
+    It is told the prompt of `row`.
 
     What fails otherwise, or takes long, is left to the run: a worker asks each reward for its gradient.
     """
     pipeline = config.actor_rollout_ref.model.pipeline
-    found = elsewhere(lambda: _without_gradient(function, pipeline.height, pipeline.width))
+    found = elsewhere(lambda: _without_gradient(function, row, pipeline.height, pipeline.width))
     if found is not None:
         raise ValueError(
             f"reward function {function.name} has no gradient, which actor_rollout_ref.model.algorithm=draft follows: "
@@ -90,14 +92,17 @@ def try_gradient(config: DictConfig, function: RewardFunction) -> None:
         )
 
 
-def _without_gradient(function: RewardFunction, height: int, width: int) -> dict[str, str] | None:
+def _without_gradient(function: RewardFunction, row: dict[str, Any], height: int, width: int) -> dict[str, str] | None:
     import torch
 
+    from verl_omni.rewards.differentiable import told_by_name
+
+    of_pixels = told_by_name(function.function.of_pixels, function.kwargs)
     noise = torch.rand(1, 3, height, width, generator=torch.Generator().manual_seed(0))
     for low, high in ((0.0, 1.0), (0.0, 0.2), (0.4, 0.6), (0.8, 1.0)):  # a score may well be flat in some places
         pixels = (low + (high - low) * noise).requires_grad_()
         try:
-            score = function.function.of_pixels(pixels, **function.kwargs)
+            score = of_pixels(pixels, [told_of(row)])
             if not isinstance(score, torch.Tensor) or not score.requires_grad:
                 return {"why": "its scores are constants to torch"}
             (gradient,) = torch.autograd.grad(score.sum(), pixels, allow_unused=True)
@@ -150,13 +155,7 @@ def made_kind(config: DictConfig) -> str:
 def unmade(config: DictConfig, row: dict[str, Any], kind: str, function: RewardFunction) -> dict[str, Any]:
     """What the function would be told of a sample of this prompt that no model has made: grey, silent or empty."""
     shown = nothing(config, kind, function)
-    return shown | {
-        "data_source": row["data_source"],
-        "prompt": row["prompt"],
-        "ground_truth": row["reward_model"].get("ground_truth"),
-        "extra_info": row["extra_info"] | {"prompt": row["prompt"]},
-        "other": next(iter(shown.values())),
-    }
+    return shown | told_of(row) | {"other": next(iter(shown.values()))}
 
 
 def nothing(config: DictConfig, kind: str, function: RewardFunction) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.settings import sized
 from verl_omni.rewards.differentiable import reward_of_pixels
+from verl_omni.rewards.reward_function import told_of
 from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
 from verl_omni.trainer.diffusion.experience import Experience, new_experience
 from verl_omni.trainer.diffusion.failed_rewards import scored_part
@@ -36,10 +37,11 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
         actor = self.config.actor_rollout_ref.actor
         self.old_policy_follows = follows_old_policy(config.actor_rollout_ref.model.algorithm, actor)
         self.schedule = rollout_sigmas(self.config.actor_rollout_ref.model)
+        self.follows_reward = "predicted_reward" in self.loss_fn.required_model_output_keys
 
     def fit(self) -> None:
         """Samples (a scored rollout, or cached pairs) -> the loss's tensors -> noise levels -> update -> old policy."""
-        if "predicted_reward" in self.loss_fn.required_model_output_keys:
+        if self.follows_reward:
             self.actor_wg.follow_reward(functools.partial(reward_of_pixels, self.run.config.reward))
         super().fit()
 
@@ -88,10 +90,12 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
             raise ValueError(
                 f"{len(batch)} samples for a loss that takes {size} at a time: prepare_actor_batch must keep them whole"
             )
-        units, group = len(batch) // size, None
+        units, group, told = len(batch) // size, None, None
         alike = torch.arange(len(batch)) // size  # rows with one number are noised alike
         if self.loss_fn.by_group:
             alike = group = batch.batch["group"] = group_numbers(batch.non_tensor_batch["uid"])
+        if self.follows_reward:
+            told = number_told(batch)
         if self.loss_function.needs_teacher:
             batch = number_teachers(batch, actor.teacher.path)
         _, first = np.unique(alike, return_index=True)
@@ -115,6 +119,8 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
             "mini_batch_rows": [n * size for n in sizes],
             "epochs": actor.ppo_epochs,
         }
+        if told is not None:
+            dealt.meta_info["told"] = told
         if self.pace.overlaps:  # the weights have moved on since they drew these samples
             versions = [int(version) for version in batch.non_tensor_batch["version"]]
             dealt.batch["drawn_by"] = torch.tensor(versions)[rows]
@@ -157,6 +163,13 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
         decay = old_policy_decay(step, algorithm.old_policy_decay_schedule, algorithm.old_policy_decay)
         self.actor_wg.update_old_policy(decay)
         return {"training/old_policy_decay": decay}
+
+
+def number_told(batch: DataProto) -> list[dict[str, Any]]:
+    """What a reward is told of each prompt, and its number on the rows of the prompt's images."""
+    numbers = batch.batch["told"] = group_numbers(batch.non_tensor_batch["uid"])
+    firsts = np.unique(numbers, return_index=True)[1].tolist()
+    return [told_of({name: column[row] for name, column in batch.non_tensor_batch.items()}) for row in firsts]
 
 
 def rollout_sigmas(model: DiffusionModelConfig) -> torch.Tensor:

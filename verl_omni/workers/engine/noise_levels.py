@@ -1,6 +1,7 @@
 """What a forward of direct preference computes: velocities at single noise levels of the forward process."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -24,8 +25,11 @@ class NoiseLevels(Replay):
 
     per = "level"
     outputs = frozenset({"velocity", "predicted_reward"})
-    #: clean latents and how they were drawn -> rewards (N,), with a gradient; where a loss asks for `predicted_reward`
-    reward_of: Callable[[torch.Tensor, DiffusionModelConfig], torch.Tensor] | None = None
+    #: clean latents, how they were drawn, what a reward is told of each -> rewards (N,), with a gradient; where a loss
+    #: asks for `predicted_reward`
+    reward_of: Callable[[torch.Tensor, DiffusionModelConfig, list[Any]], torch.Tensor] | None = None
+    #: what a reward is told of a prompt's images, by the numbers in the column of this name
+    told: Sequence[Any] = ()
 
     def configured(self, model_config: DiffusionModelConfig) -> DiffusionModelConfig:
         return self.adapter.unguided(model_config)
@@ -57,7 +61,7 @@ class NoiseLevels(Replay):
         if self.reward_of is None or not torch.is_grad_enabled():  # other policies' velocities are compared, no more
             return {"velocity": velocity}
         clean = self.adapter.whole_latents(predicted_clean(x_t, velocity, micro_batch["sigma"]), micro_batch)
-        reward = self.reward_of(clean, config)
+        reward = self.reward_of(clean, config, [self.told[number] for number in micro_batch["told"].tolist()])
         if not reward.requires_grad:  # the loss would have none, or that of its other terms alone
             raise RunError(NO_GRADIENT)
         return {"velocity": velocity, "predicted_reward": reward}

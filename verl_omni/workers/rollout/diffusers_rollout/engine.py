@@ -8,6 +8,7 @@ own.
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -97,14 +98,15 @@ class DiffusersRollout(Drawer, BatchedRollout):
         )
 
     def with_reward(
-        self, score: Callable[[torch.Tensor], torch.Tensor]
-    ) -> Callable[[torch.Tensor, DiffusionModelConfig], torch.Tensor]:
-        """Rewards of latents, of those of pixels: they are decoded as in a rollout, with a gradient."""
+        self, score: Callable[[torch.Tensor, list[Any]], torch.Tensor]
+    ) -> Callable[[torch.Tensor, DiffusionModelConfig, list[Any]], torch.Tensor]:
+        """Rewards of latents, of those of pixels and what is told of each: they are decoded as in a rollout, with a
+        gradient."""
         self.pipe.vae.requires_grad_(False)
 
-        def reward(latents: torch.Tensor, drawn: DiffusionModelConfig) -> torch.Tensor:
+        def reward(latents: torch.Tensor, drawn: DiffusionModelConfig, told: list[Any]) -> torch.Tensor:
             with torch.autocast(self.device.type, enabled=False):  # that of an update: a rollout decodes without
-                return score(self.adapter.decode_latents(self.pipe, latents, drawn).float())
+                return score(self.adapter.decode_latents(self.pipe, latents, drawn).float(), told)
 
         return reward
 
