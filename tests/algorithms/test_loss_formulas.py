@@ -473,3 +473,41 @@ def test_a_loss_is_fed_by_the_names_of_its_parameters():
     assert Plain()(config="c", model_output=output, data=data).loss == 22
     result = Longer()(config="c", model_output=output, data={**data, "rollout_is_weights": torch.ones(2)})
     assert result.loss == 222 and result.metrics["config"] == "c" and result.metrics["weights"].tolist() == [1, 1]
+
+
+def test_parts_with_steps_of_their_own_count_as_they_would_alone():
+    """Three entries of a latent with one std, five with another: each part's divergence, by its share of the latent."""
+    generator, parts = torch.Generator().manual_seed(0), torch.tensor([3, 5])
+    mean, other = (torch.randn(4, 8, 2, generator=generator) for _ in range(2))
+    std, sqrt_dt = (torch.rand(4, 2, generator=generator) + 0.1 for _ in range(2))
+    each = {"std_dev_t": std.repeat_interleave(parts, 1)[..., None], "sqrt_dt": sqrt_dt.repeat_interleave(parts, 1)}
+    squared = torch.stack([part.pow(2).mean((1, 2)) for part in (mean - other).split(parts.tolist(), 1)], 1)
+    exact = (squared / (2 * (std * sqrt_dt) ** 2) * parts / 8).sum(1)
+    given, opd = {"prev_sample_mean": mean, "teacher_prev_sample_mean": other, **each}, get_diffusion_loss_fn("opd")
+    distance, _ = opd.compute_loss(**given)
+    torch.testing.assert_close(distance, exact.mean())
+    kl, _ = KLLoss.compute_loss(prev_sample_mean=mean, ref_prev_sample_mean=other, std_dev_t=each["std_dev_t"])
+    torch.testing.assert_close(kl, (squared / (2 * std**2) * parts / 8).sum(1).mean())
+    weights = torch.tensor([0.5 / 3, 0.5 / 5]).repeat_interleave(parts) * 8
+    distance, _ = opd.compute_loss(log_prob_weights=weights.expand(4, -1), **given)
+    torch.testing.assert_close(distance, (squared / (2 * (std * sqrt_dt) ** 2)).mean(1).mean())
+
+    log_prob, given = torch.zeros(4), {"config": actor_config(), "prev_sample_mean": mean, **each}
+    given |= {"log_prob": log_prob, "advantages": torch.ones(4), "old_prev_sample_mean": other}
+    _, metrics = FlowDPPOLoss.compute_loss(old_log_prob=log_prob, **given)
+    torch.testing.assert_close(metrics["dppo_kl"], exact.mean())
+    _, metrics = GRPOGuardLoss.compute_loss(old_log_prob=log_prob, **given)
+    torch.testing.assert_close(metrics["guard_bias"], exact.mean())
+
+
+def test_nft_takes_the_levels_of_parts():
+    generator = torch.Generator().manual_seed(0)
+    names = ("velocity", "old_velocity", "clean_latents", "noise")
+    given = {name: torch.randn(4, 8, 2, generator=generator) for name in names}
+    nft = get_diffusion_loss_fn("diffusion_nft")
+    given |= {"advantages": torch.randn(4, generator=generator), "config": actor_config(extra={"kl_beta": 0.0})}
+    sigma = torch.rand(4, generator=generator)
+    plain, _ = nft.compute_loss(sigma=sigma, **given)
+    same, _ = nft.compute_loss(sigma=sigma, levels=sigma[:, None].expand(-1, 8), **given)
+    other, _ = nft.compute_loss(sigma=sigma, levels=sigma[:, None] * torch.linspace(0.2, 1, 8), **given)
+    assert torch.equal(plain, same) and not torch.isclose(plain, other)

@@ -307,3 +307,33 @@ def test_a_step_pulls_as_hard_as_its_log_prob_follows_the_velocity(kind, config)
         torch.testing.assert_close((slope / z).abs(), torch.full_like(z, closed), rtol=1e-8, atol=0)
         assert found[i].item() == pytest.approx(closed, rel=2e-4), "float32: σ' - √(σ'² - s²) cancels"
         assert torch.equal(of_steps(sched, t.reshape(1), found), found[i : i + 1])
+
+
+def test_parts_at_levels_of_their_own_step_as_they_would_alone():
+    """Five entries of seven at the schedule's level, two below it, as by another shift."""
+    parts, generator = (5, 2), torch.Generator().manual_seed(0)
+    x, v, x_next = (torch.randn(3, sum(parts), 4, generator=generator) for _ in range(3))
+    own = [scheduler(), scheduler()]
+    own[1].sigmas = own[1].sigmas / (4 - 3 * own[1].sigmas)
+    both, timesteps = scheduler(), own[0].timesteps[[0, 3, 7]]
+    both.levels_at = lambda sigma: torch.stack([sigma, sigma / (4 - 3 * sigma)], 1).repeat_interleave(
+        torch.tensor(parts), dim=1
+    )
+    for kind in STEPS:
+        got = both.sample_previous_step(x, v, timesteps, prev_sample=x_next, sde_type=kind)
+        pieces = [one.split(parts, dim=1) for one in (x, v, x_next)]
+        alone = [
+            own[i].sample_previous_step(pieces[0][i], pieces[1][i], timesteps, prev_sample=pieces[2][i], sde_type=kind)
+            for i in range(2)
+        ]
+        assert torch.equal(got[2], torch.cat([one[2] for one in alone], dim=1)) and got[3].shape == (3, 7, 1)
+        for i, part in enumerate(got[3].split(parts, dim=1)):
+            assert torch.equal(part, alone[i][3].expand_as(part))
+        torch.testing.assert_close(got[1], (5 * alone[0][1] + 2 * alone[1][1]) / 7)
+        root = torch.cat([own[i].sqrt_neg_dt(timesteps)[:, None].expand(-1, parts[i]) for i in range(2)], dim=1)
+        assert torch.equal(both.sqrt_neg_dt(timesteps), root)
+        drawn = both.sample_previous_step(x, v, timesteps, [torch.Generator().manual_seed(i) for i in range(3)], 0.7)
+        z = torch.stack([torch.randn(7, 4, generator=torch.Generator().manual_seed(i)) for i in range(3)])
+        torch.testing.assert_close(drawn[0], drawn[2] + drawn[3] * root[..., None] * z)
+        pulled = [pulls(one, kind, 0.7)[:-1] for one in own]
+        torch.testing.assert_close(pulls(both, kind, 0.7)[:-1], (5 * pulled[0] + 2 * pulled[1]) / 7)

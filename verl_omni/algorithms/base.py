@@ -170,15 +170,30 @@ def row_mean(values: torch.Tensor, weights: torch.Tensor | None = None) -> torch
     return values.flatten(1).mean(dim=1)
 
 
-def per_row(value: torch.Tensor | float, rows: int) -> torch.Tensor:
-    """A number per row, (B,), from a scalar, (B,) or (B, 1, ..., 1)."""
+def per_part(value: torch.Tensor | float, rows: int) -> torch.Tensor:
+    """(B, 1) from a scalar, (B,) or (B, 1, ..., 1); (B, N) from that or (B, N, 1, ..., 1), where each of the N entries
+    of a row's first dimension has its own."""
     value = torch.as_tensor(value)
-    return value.reshape(1).expand(rows) if value.numel() == 1 else value.reshape(rows)
+    return value.reshape(1, 1).expand(rows, 1) if value.numel() == 1 else value.reshape(rows, -1)
+
+
+def per_row(value: torch.Tensor | float, rows: int) -> torch.Tensor:
+    """A number per row, (B,), of the same: the mean where there are several."""
+    return per_part(value, rows).mean(dim=1)
+
+
+def divergence(
+    difference: torch.Tensor, std: torch.Tensor, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``mean(Δ²/(2·std²))`` of each row, (B,), with a std (B, 1), or (B, N) where parts of a row have their own."""
+    if std.shape[1] == 1:
+        return row_mean(difference**2, weights) / (2 * std[:, 0] ** 2)
+    return row_mean(difference**2 / (2 * column(std, difference) ** 2), weights)
 
 
 def column(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """(B,) as (B, 1, ..., 1), to be broadcast against ``like``."""
-    return value.reshape(-1, *[1] * (like.ndim - 1))
+    """(B,) as (B, 1, ..., 1), (B, N) as (B, N, 1, ..., 1), to be broadcast against ``like``."""
+    return value.reshape(*value.shape, *[1] * (like.ndim - value.ndim))
 
 
 def weighted_mean(rows: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:

@@ -57,16 +57,19 @@ class DiffusionNFTLoss(DiffusionLossFn):
         advantages: torch.Tensor,
         config: "DiffusionActorConfig",
         ref_velocity: torch.Tensor | None = None,
+        levels: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """``mean((r·L⁺ + (1-r)·L⁻)/β·c) + λ·mean((v - v_ref)²)`` with ``r = clamp(½A/c + ½, 0, 1)``.
 
         ``v⁺ = βv + (1-β)v_old``, ``v⁻ = (1+β)v_old - βv``, and L± is the error of ``x̂0± = x_t - t·v±``, normalised by
-        its own size. Velocities and latents are (B, ...), sigma and advantages (B,).
+        its own size. Velocities and latents are (B, ...), sigma and advantages (B,). ``levels`` (B, N) stand for sigma
+        where parts of a sample have noise levels of their own.
         """
         settings = cls.settings(config)
         beta, c, old = settings.beta, settings.adv_clip_max, old_velocity.detach()
         r = (0.5 * advantages / c + 0.5).clamp(0, 1)
-        x_t, t = noised(clean_latents, noise, sigma), column(sigma, clean_latents)
+        t = column(sigma if levels is None else levels, clean_latents)
+        x_t = noised(clean_latents, noise, sigma if levels is None else levels)
         # As steps from the old policy: where the two agree, both are it to the last bit, and A = 0 has no gradient.
         positive = _normalised_error(x_t - t * old.lerp(velocity, beta), clean_latents)
         negative = _normalised_error(x_t - t * old.lerp(velocity, -beta), clean_latents)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl_omni.algorithms.base import DiffusionLossFn, check_rows, per_row, row_mean, weighted_mean
+from verl_omni.algorithms.base import DiffusionLossFn, check_rows, divergence, per_part, weighted_mean
 from verl_omni.algorithms.flow_grpo import clamp_advantages, log_prob_metrics, ratio_metrics
 from verl_omni.algorithms.registry import Algorithm, register_algorithm, register_diffusion_loss
 from verl_omni.config.knob import Range
@@ -57,15 +57,14 @@ class FlowDPPOLoss(DiffusionLossFn):
         settings, rows = cls.settings(config), len(log_prob)
         advantages = clamp_advantages(advantages, settings)
         ratio = torch.exp(log_prob - old_log_prob)
-        variance = (per_row(std_dev_t, rows) * per_row(sqrt_dt, rows)) ** 2
-        squared = row_mean((prev_sample_mean.detach() - old_prev_sample_mean) ** 2, log_prob_weights)
-        divergence = squared / (2 * variance)
+        std = per_part(std_dev_t, rows) * per_part(sqrt_dt, rows)
+        kl = divergence(prev_sample_mean.detach() - old_prev_sample_mean, std, log_prob_weights)
         outward = ((ratio > 1) & (advantages > 0)) | ((ratio < 1) & (advantages < 0))
-        masked = (divergence >= settings.kl_mask_threshold) & outward
+        masked = (kl >= settings.kl_mask_threshold) & outward
         loss = torch.where(masked, 0.0, -advantages * ratio)
         metrics = {
             "dppo_masked_frac": masked.float().mean(),
-            "dppo_kl": divergence.mean(),
+            "dppo_kl": kl.mean(),
             **ratio_metrics(ratio),
             **log_prob_metrics(old_log_prob, log_prob),
         }

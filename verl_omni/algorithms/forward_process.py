@@ -20,13 +20,13 @@ SIGMA_DISTRIBUTIONS = ("uniform", "logit_normal", "rollout", "last")
 
 
 def noised(clean_latents: torch.Tensor, noise: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-    """``x_t = (1-t)·x0 + t·ε`` with t (B,)."""
+    """``x_t = (1-t)·x0 + t·ε`` with t (B,), or (B, N) where parts of a sample have levels of their own."""
     t = column(sigma, clean_latents)
     return (1 - t) * clean_latents + t * noise
 
 
 def predicted_clean(x_t: torch.Tensor, velocity: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-    """``x̂0 = x_t - t·v`` with t (B,): what the model takes x_t for."""
+    """``x̂0 = x_t - t·v`` with t (B,) or (B, N): what the model takes x_t for."""
     return x_t - column(sigma, x_t) * velocity
 
 

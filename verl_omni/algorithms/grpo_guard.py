@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl_omni.algorithms.base import DiffusionLossFn, check_rows, per_row, row_mean, weighted_mean
+from verl_omni.algorithms.base import DiffusionLossFn, check_rows, divergence, per_part, per_row, weighted_mean
 from verl_omni.algorithms.flow_grpo import clipped_objective, log_prob_metrics
 from verl_omni.algorithms.registry import Algorithm, register_algorithm, register_diffusion_loss
 
@@ -56,9 +56,9 @@ class GRPOGuardLoss(DiffusionLossFn):
         """
         check_rows(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, weights=rollout_is_weights)
         rows = len(log_prob)
-        sqrt_dt = per_row(sqrt_dt, rows)
-        c = per_row(std_dev_t, rows) * sqrt_dt
-        bias = row_mean((prev_sample_mean - old_prev_sample_mean) ** 2, log_prob_weights) / (2 * c**2)
+        std = per_part(std_dev_t, rows) * per_part(sqrt_dt, rows)
+        bias = divergence(prev_sample_mean - old_prev_sample_mean, std, log_prob_weights)
+        c, sqrt_dt = std.mean(dim=1), per_row(sqrt_dt, rows)
         ratio = torch.exp((log_prob - old_log_prob + bias) * c)
         loss, metrics = clipped_objective(ratio, advantages, cls.settings(config))
         metrics |= log_prob_metrics(old_log_prob, log_prob) | {"guard_bias": bias.detach().mean()}

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from verl_omni.algorithms.base import DiffusionLossFn, per_row, row_mean
+from verl_omni.algorithms.base import DiffusionLossFn, divergence, per_part
 
 
 class KLLoss(DiffusionLossFn):
@@ -30,7 +30,6 @@ class KLLoss(DiffusionLossFn):
         (B, ...), std_dev_t and kl_std (B, 1, ...) or scalar. ``log_prob_weights`` (B, N) are those of a
         log-probability's mean, and so the inner mean's.
         """
-        squared = row_mean((prev_sample_mean - ref_prev_sample_mean.detach()) ** 2, log_prob_weights)
-        d = per_row(std_dev_t if kl_std is None else kl_std, len(squared))
-        loss = (squared / (2 * d**2)).mean()
+        d = per_part(std_dev_t if kl_std is None else kl_std, len(prev_sample_mean))
+        loss = divergence(prev_sample_mean - ref_prev_sample_mean.detach(), d, log_prob_weights).mean()
         return loss, {"kl_loss": loss.detach()}

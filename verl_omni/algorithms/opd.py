@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from verl_omni.algorithms.base import DiffusionLossFn, per_row, row_mean
+from verl_omni.algorithms.base import DiffusionLossFn, divergence, per_part
 from verl_omni.algorithms.forward_process import velocity_distance
 from verl_omni.algorithms.registry import Algorithm, register_algorithm, register_diffusion_loss
 
@@ -56,9 +56,9 @@ class OPDLoss(DiffusionLossFn):
 
         ``log_prob_weights`` (B, N) are those of a log-probability's mean, and so the inner mean's.
         """
-        squared = row_mean((prev_sample_mean - teacher_prev_sample_mean.detach()) ** 2, log_prob_weights)
-        std = per_row(std_dev_t, len(squared)) * per_row(sqrt_dt, len(squared))
-        loss = (squared / (2 * std**2)).mean()
+        rows = len(prev_sample_mean)
+        std = per_part(std_dev_t, rows) * per_part(sqrt_dt, rows)
+        loss = divergence(prev_sample_mean - teacher_prev_sample_mean.detach(), std, log_prob_weights).mean()
         return loss, {"teacher_kl": loss.detach()}
 
 

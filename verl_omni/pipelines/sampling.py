@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from verl_omni.algorithms.base import column
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
 from verl_omni.pipelines.schedulers.flow_match_sde import drawn_noise, sqrt_neg_dt
@@ -128,8 +129,7 @@ def step_by_adapter(
         step = {"sample": sample, "prev_sample": x_next, "timestep": timestep}
         return adapter.forward_and_sample_previous_step(module, scheduler, config, inputs, negative, step, step=0)
 
-    column = (-1, *[1] * (sample.ndim - 1))
-    root = sqrt_neg_dt(scheduler, timestep).to(sample.device).reshape(column)
+    root = column(sqrt_neg_dt(scheduler, timestep).to(sample.device), sample)
     drawn, log_probs, means = torch.empty_like(sample), sample.new_zeros(len(sample)), torch.empty_like(sample)
     for level in noise_level.unique().tolist():
         chosen = noise_level == level
@@ -140,7 +140,7 @@ def step_by_adapter(
             x_next = mean + std_dev_t * root * noise
             rows = chosen.to(sample.device)
             log_probs = torch.where(rows, judged(x_next, level)[0], log_probs)
-        rows = chosen.to(sample.device).reshape(column)
+        rows = column(chosen.to(sample.device), sample)
         drawn, means = torch.where(rows, x_next, drawn), torch.where(rows, mean, means)
     return drawn, log_probs, means
 

@@ -1,5 +1,6 @@
 """diffusers' flow-matching Euler scheduler with stochastic reverse steps and their log-probabilities."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,7 @@ def check_timesteps(scheduler: Any, timestep: torch.Tensor) -> None:
 
 
 def step_sigmas(scheduler: Any, timestep: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
-    """σ and σ' of the steps that start at these timesteps, (B,) each, float32.
+    """σ and σ' of the steps that start at these timesteps, float32: (B,) each, or (B, N) (`own_levels`).
 
     On a GPU a check would make the host wait for all work before: there a stranger's σ is NaN, and who has the
     timesteps in CPU memory calls `check_timesteps`.
@@ -48,7 +49,14 @@ def step_sigmas(scheduler: Any, timestep: torch.Tensor | float) -> tuple[torch.T
         check_timesteps(scheduler, timestep)
     index, known = _index(scheduler, timestep)
     sigmas = scheduler.sigmas.to(index.device, torch.float32)
-    return torch.where(known, sigmas[index], torch.nan), sigmas[index + 1]
+    sigma, sigma_next = torch.where(known, sigmas[index], torch.nan), sigmas[index + 1]
+    return own_levels(scheduler, sigma), own_levels(scheduler, sigma_next)
+
+
+def own_levels(scheduler: Any, sigma: torch.Tensor) -> torch.Tensor:
+    """The noise levels of samples whose schedule is at σ (B,): (B, N) where their parts have their own, else σ."""
+    levels_at = getattr(scheduler, "levels_at", None)  # an adapter's own scheduler may know of none
+    return sigma if levels_at is None else levels_at(sigma)
 
 
 def _index(scheduler: Any, timestep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,14 +66,14 @@ def _index(scheduler: Any, timestep: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def sqrt_neg_dt(scheduler: Any, timestep: torch.Tensor | float) -> torch.Tensor:
-    """√(-dt) of the steps that start at these timesteps, (B,)."""
+    """√(-dt) of the steps that start at these timesteps, of the shape of their σ."""
     sigma, sigma_next = step_sigmas(scheduler, timestep)
     return (sigma - sigma_next).sqrt()
 
 
 def pulls(scheduler: Any, sde_type: str, noise_level: float) -> torch.Tensor:
     """How steeply each step's log-probability follows the velocity (`Step.pull`), of the schedule, in CPU memory."""
-    sigmas = scheduler.sigmas.cpu().float()
+    sigmas = own_levels(scheduler, scheduler.sigmas.cpu().float())
     return get_step(sde_type).pull(sigmas[:-1], sigmas[1:], noise_level)
 
 
@@ -81,6 +89,9 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
 
     #: how much each of the latents (B, N, ...) counts in a log-probability: (N,), of mean 1; None: all the same
     log_prob_weights: torch.Tensor | None = None
+    #: σ of the schedule (B,) -> those of each of the N entries of the latents' second dimension, (B, N), where parts of
+    #: a sample are at noise levels of their own in every step; None: all at the schedule's
+    levels_at: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def set_timesteps(self, *args, **kwargs) -> None:
         """As the parent's, for schedules that go from noise to data and hold each timestep once."""
@@ -89,11 +100,11 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
             raise ValueError(f"timesteps have to decrease strictly, got {self.timesteps.tolist()}")
 
     def step_sigmas(self, timestep: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
-        """σ and σ' of the steps that start at these timesteps, (B,) each, float32."""
+        """σ and σ' of the steps that start at these timesteps, float32: (B,) each, or (B, N) (`own_levels`)."""
         return step_sigmas(self, timestep)
 
     def sqrt_neg_dt(self, timestep: torch.Tensor | float) -> torch.Tensor:
-        """√(-dt) of the steps that start at these timesteps, (B,)."""
+        """√(-dt) of the steps that start at these timesteps, of the shape of their σ."""
         return sqrt_neg_dt(self, timestep)
 
     def sample_previous_step(
@@ -122,7 +133,8 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
 
         Returns:
             ``(prev_sample, log_prob, prev_sample_mean, std_dev_t)``: log_prob (B,) is the mean over all other
-            dimensions; std_dev_t (B, 1, ..., 1) is the diffusion coefficient, so that the noise is std_dev_t·√(-dt)·z.
+            dimensions; std_dev_t (B, 1, ..., 1), or (B, N, 1, ..., 1) where parts have levels of their own, is the
+            diffusion coefficient, so that the noise is std_dev_t·√(-dt)·z.
         """
         step = get_step(sde_type)
         sigma, sigma_next = (s.to(sample.device) for s in self.step_sigmas(timestep))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from verl_omni.algorithms.base import row_mean
+from verl_omni.algorithms.base import column, row_mean
 from verl_omni.config.knob import Range
 from verl_omni.utils.registry import Registry
 
@@ -55,10 +55,14 @@ class Step:
         sigma_next: torch.Tensor,
         noise_level: torch.Tensor | float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean of x', and ``std_dev_t`` of shape (B, 1, ..., 1). σ, σ' and noise level are (B,) or scalar."""
-        columns = (_column(value, x) for value in (sigma, sigma_next, noise_level))
+        """Mean of x', and ``std_dev_t`` of shape (B, 1, ..., 1). σ, σ' and noise level are (B,) or scalar.
+
+        Where the N entries of x's second dimension have levels of their own, σ and σ' are (B, N), and ``std_dev_t`` is
+        (B, N, 1, ..., 1).
+        """
+        columns = [_column(value, x) for value in (sigma, sigma_next, noise_level)]
         mean, std_dev_t = self.formula(x.float(), v.float(), *columns)
-        return mean, std_dev_t.expand(_column_shape(x))
+        return mean, std_dev_t.expand(columns[0].shape)
 
     def adds_noise(self, noise_level: float) -> bool:
         """Whether a step at this noise level, half way from noise to data, is stochastic at all."""
@@ -67,13 +71,15 @@ class Step:
 
     def pull(self, sigma: torch.Tensor, sigma_next: torch.Tensor, noise_level: float) -> torch.Tensor:
         """How steeply the log-probability of x' follows the velocity, where x' is one standard deviation of the noise
-        from μ: |∂ log p/∂v| of one element, (K,) for K steps. It is the same for every x, for μ is linear in v."""
+        from μ: |∂ log p/∂v| of one element, (K,) for K steps. It is the same for every x, for μ is linear in v.
+        Of levels (K, N) the mean over N."""
         with torch.enable_grad():
-            velocity = torch.zeros(len(sigma), 1, requires_grad=True)
-            mean, std_dev_t = self(torch.zeros(len(sigma), 1), velocity, sigma, sigma_next, noise_level)
-            std = std_dev_t * (sigma - sigma_next).sqrt()[:, None]
+            x = torch.zeros(sigma.reshape(len(sigma), -1).shape)
+            velocity = torch.zeros_like(x, requires_grad=True)
+            mean, std_dev_t = self(x, velocity, sigma, sigma_next, noise_level)
+            std = std_dev_t * (_column(sigma, x) - _column(sigma_next, x)).sqrt()
             (slope,) = torch.autograd.grad(self.density(mean.detach() + std, mean, std).sum(), velocity)
-        return slope[:, 0].abs()
+        return slope.abs().mean(dim=1)
 
     def log_prob(
         self,
@@ -92,7 +98,7 @@ class Step:
         std = std_dev_t * (_column(sigma, mean) - _column(sigma_next, mean)).sqrt()
         noisy = std > 0
         density = self.density(x_next.detach().float(), mean, torch.where(noisy, std, 1.0))
-        return torch.where(noisy.flatten(), row_mean(density, weights), 0.0)
+        return torch.where(noisy.reshape(len(noisy), -1).any(dim=1), row_mean(density, weights), 0.0)
 
 
 _STEPS: Registry[Step] = Registry("sde_type")
@@ -175,11 +181,8 @@ def dance_sde(x, v, sigma, sigma_next, noise_level):
     return x + dt * v + kappa * (x + (1 - sigma) * v), noise_level
 
 
-def _column_shape(x: torch.Tensor) -> tuple[int, ...]:
-    return (x.shape[0],) + (1,) * (x.ndim - 1)
-
-
 def _column(value: torch.Tensor | float, x: torch.Tensor) -> torch.Tensor:
-    """A number per sample, as float32 of shape (B, 1, ..., 1) on x's device; the host does not wait for it."""
+    """A number per sample, as float32 of shape (B, 1, ..., 1) on x's device; the host does not wait for it. Of (B, N),
+    a number for each of the N entries of x's second dimension, (B, N, 1, ..., 1)."""
     value = torch.as_tensor(value, dtype=torch.float32).to(x.device, non_blocking=True)
-    return value.reshape(-1).expand(x.shape[0]).reshape(_column_shape(x))
+    return column(value if value.ndim == 2 else value.reshape(-1).expand(x.shape[0]), x)

@@ -8,6 +8,7 @@ import torch
 from verl_omni.algorithms.forward_process import TEACHER, noised, predicted_clean
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.sampling import transformer_inputs
+from verl_omni.pipelines.schedulers.flow_match_sde import own_levels
 from verl_omni.utils.errors import RunError
 from verl_omni.workers.columns import stacked
 from verl_omni.workers.engine.policies import policy_at
@@ -53,14 +54,15 @@ class NoiseLevels(Replay):
 
     def model_outputs(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """velocity (N, ...) of N (sample, noise level) rows; with a gradient the predicted_reward (N,) too."""
-        module, (config, _) = self.engine.module, self.drawn_as(self.kinds(micro_batch)[0])
-        x_t = noised(micro_batch["clean_latents"], micro_batch["noise"], micro_batch["sigma"])
+        module, (config, scheduler) = self.engine.module, self.drawn_as(self.kinds(micro_batch)[0])
+        levels = micro_batch["levels"] = own_levels(scheduler, micro_batch["sigma"])
+        x_t = noised(micro_batch["clean_latents"], micro_batch["noise"], levels)
         timestep = self.timesteps(micro_batch)
         inputs, _ = transformer_inputs(self.adapter, module, config, x_t, timestep, micro_batch)
         velocity = self.adapter.predict_velocity(module, config, inputs, None)
         if self.reward_of is None or not torch.is_grad_enabled():  # other policies' velocities are compared, no more
             return {"velocity": velocity}
-        clean = self.adapter.whole_latents(predicted_clean(x_t, velocity, micro_batch["sigma"]), micro_batch)
+        clean = self.adapter.whole_latents(predicted_clean(x_t, velocity, levels), micro_batch)
         reward = self.reward_of(clean, config, [self.told[number] for number in micro_batch["told"].tolist()])
         if not reward.requires_grad:  # the loss would have none, or that of its other terms alone
             raise RunError(NO_GRADIENT)
