@@ -67,6 +67,18 @@ def test_fetches_what_a_pipeline_reads_and_nothing_else(model):
     assert str(hub.copied(folder)) == f"somebody/model@{model}"
 
 
+def test_fetches_of_a_modular_pipeline_what_is_drawn_with(mirror, tmp_path):  # noqa: F811
+    """Its index may have been saved before anything was loaded, and names what other tasks need."""
+    told = {"pretrained_model_name_or_path": "somebody/modular", "type_hint": ["diffusers", "T"]}
+    names = ("transformer", "text_encoder", "transformer_ref")
+    index = {"_class_name": "SomeModularPipeline"} | {n: [None, None, told | {"subfolder": n}] for n in names}
+    files = {name: text for name, text in PIPELINE.items() if name != "model_index.json"}
+    wanted = files | {"modular_model_index.json": json.dumps(index)}
+    others = {"transformer_ref/diffusion_pytorch_model.safetensors": "62 GB"}
+    mirror.add("somebody/modular", write(tmp_path / "modular", wanted | others | UNWANTED))
+    assert files_in(hub.model_folder("somebody/modular")) == set(wanted)
+
+
 def test_small_files_first_and_the_weights_when_they_are_asked_for(mirror, model):  # noqa: F811
     folder = hub.model_folder("somebody/model", weights=False)
     assert files_in(folder) == {name for name in PIPELINE if not name.endswith(".safetensors")}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_omni.utils import hub
+from verl_omni.utils.model_index import index_of
 
 LORA_FILE = "pytorch_lora_weights.safetensors"  # as diffusers calls it
 FULL_FILES = "diffusion_pytorch_model*.safetensors"  # one, or several of a large model
@@ -47,7 +48,7 @@ def find_weights(place: str | Path, model: str | Path | None = None) -> Weights:
             f"{folder} is no folder: name that of a run, of one of its checkpoints, or of a model, or a model on the "
             "Hugging Face hub"
         )
-    if (folder / "model_index.json").is_file():
+    if index_of(folder).is_file():
         return Weights(hub.shown_name(folder), folder)
     if saved := list(whole_checkpoints(folder).values()):
         folder = saved[-1]

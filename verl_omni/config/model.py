@@ -7,7 +7,7 @@ from typing import Any
 from verl_omni.config.knob import MOST_SIDE, knob
 from verl_omni.config.rollout import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig
 from verl_omni.utils.hub import model_folder
-from verl_omni.utils.json_files import read_object
+from verl_omni.utils.model_index import index_of, read_index_file
 
 LORA = "actor_rollout_ref.model.lora_rank"
 
@@ -69,7 +69,7 @@ class DiffusionModelConfig:
 
 def read_architecture(path: str) -> str:
     """`_class_name` of a diffusers folder, or one clear line on what is wrong with the folder."""
-    index = os.path.join(os.path.expanduser(path), "model_index.json")
+    index = index_of(path)
     if not os.path.isdir(os.path.expanduser(path)):
         raise FileNotFoundError(
             f'actor_rollout_ref.model.path="{path}" is no folder: give a diffusers folder, or a name on the Hugging '
@@ -80,7 +80,7 @@ def read_architecture(path: str) -> str:
             f'actor_rollout_ref.model.path="{path}" holds no model_index.json: expected a folder written by '
             "diffusers' `pipe.save_pretrained(folder)`"
         )
-    name = read_object(index).get("_class_name")
+    name = read_index_file(index).get("_class_name")
     if not isinstance(name, str):
         raise ValueError(
             f"{index} names no pipeline (_class_name): expected what diffusers' `pipe.save_pretrained(folder)` writes"

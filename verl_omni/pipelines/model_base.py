@@ -21,7 +21,9 @@ from verl_omni.pipelines.adapter_registry import AdapterRegistry
 from verl_omni.pipelines.builtin import BUILTIN, OTHERS
 from verl_omni.pipelines.shared_tokens import TokenPlan
 from verl_omni.pipelines.utils import (
+    is_modular,
     load_tokenizers,
+    modular_pipeline,
     pipeline_class,
     random_pipeline,
     read_component_config,
@@ -68,6 +70,8 @@ class DiffusionModelBase:
     shares_tokens: ClassVar[bool] = True
     # Libraries, beside diffusers and transformers, that model_index.json may name for a component: they are imported.
     libraries: ClassVar[tuple[str, ...]] = ()
+    # Components that a folder of a modular pipeline has to have: such a pipeline has others for other tasks.
+    modular_parts: ClassVar[tuple[str, ...]] = ()
     # Components that a folder may lack, and without which vLLM-Omni does not draw.
     vllm_omni_needs: ClassVar[tuple[str, ...]] = ()
     # Submodules of the pipeline that are trained (Wan2.2 has two).
@@ -359,9 +363,10 @@ class DiffusionModelBase:
         given = dict.fromkeys(cls.trained_components) | cls.load_processors(model_config)
         if model_config.load_format == "dummy":
             return random_pipeline(model_config, dtype, given).to(device)
-        pipe = pipeline_class(model_config.architecture).from_pretrained(
-            model_config.path, **weights_in(dtype), use_safetensors=True, **given
-        )
+        kind = pipeline_class(model_config.architecture)
+        if is_modular(kind):
+            return modular_pipeline(model_config, dtype, given).to(device)
+        pipe = kind.from_pretrained(model_config.path, **weights_in(dtype), use_safetensors=True, **given)
         pipe.set_progress_bar_config(disable=True)
         return pipe.to(device)
 

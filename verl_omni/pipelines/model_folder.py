@@ -11,15 +11,18 @@ from typing import Any
 
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
-from verl_omni.pipelines.utils import read_index
+from verl_omni.pipelines.utils import is_modular, read_index
 from verl_omni.utils.hub import fetch_weights
 from verl_omni.utils.json_files import read_object
+from verl_omni.utils.model_index import index_of
 from verl_omni.utils.regular_files import open_regular
 from verl_omni.utils.suggest import nearest
 
 LAYOUT = "expected what diffusers' `pipe.save_pretrained(folder)` writes"
 # What every model needs. Others, such as a third text encoder, a folder may leave out by [null, null].
 ALWAYS = ("transformer", "vae", "scheduler", "text_encoder", "tokenizer")
+# Of these no other class will do: tokenizers, schedulers and encoders have relatives that serve as well.
+STRICT = ("transformer", "vae")
 MODELS = ("transformer", "vae", "text_encoder", "vision_language_encoder")
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model", "tekken.json")
 WEIGHTS, PICKLES = ".safetensors", (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -38,9 +41,9 @@ def check_model_folder(model: DiffusionModelConfig, weights: bool = True) -> Non
     import transformers
 
     root = Path(model.path).expanduser()
-    file, index = root / "model_index.json", read_index(model.path)
+    file, index = index_of(root), read_index(model.path)
     libraries = {"diffusers": diffusers, "transformers": transformers}
-    for name, kinds in _components(getattr(diffusers, model.architecture, None)).items():
+    for name, kinds in _components(model).items():
         if name not in index:
             raise ValueError(f'{file} has no component "{name}", which a {model.architecture} needs: {LAYOUT}')
         entry = index[name]
@@ -83,10 +86,17 @@ def _names_in(library: ModuleType) -> frozenset[str]:
     return frozenset(dir(library))
 
 
-def _components(pipeline: type | None) -> dict[str, tuple[str, ...]]:
+def _components(model: DiffusionModelConfig) -> dict[str, tuple[str, ...]]:
     """Components that a pipeline cannot do without, each with its classes where only those will do."""
+    import diffusers
+
+    pipeline = getattr(diffusers, model.architecture, None)
     if pipeline is None:  # registered by a user
         return {}
+    if is_modular(pipeline):
+        classes = {spec.name: spec.type_hint.__name__ for spec in pipeline().blocks.expected_components}
+        names = DiffusionModelBase.get_class(model).modular_parts
+        return {name: (classes[name],) if name in STRICT else () for name in names}
     hints = typing.get_type_hints(pipeline.__init__)
     optional = set(pipeline._optional_components) - set(ALWAYS)
     found = {}
@@ -96,9 +106,7 @@ def _components(pipeline: type | None) -> dict[str, tuple[str, ...]]:
         if name == "self" or name in optional or not saved:
             continue
         kinds = typing.get_args(hints.get(name)) or (hints.get(name),)
-        # Tokenizers, schedulers and encoders have relatives that serve as well.
-        strict = name in ("transformer", "vae")
-        found[name] = tuple(k.__name__ for k in kinds if k not in (None, type(None))) if strict else ()
+        found[name] = tuple(k.__name__ for k in kinds if k not in (None, type(None))) if name in STRICT else ()
     return found
 
 
@@ -108,8 +116,8 @@ def _check_component(root: Path, model: DiffusionModelConfig, name: str, library
     if name.startswith("tokenizer") and model.tokenizer_path is not None:
         folder = Path(model.tokenizer_path).expanduser() / name
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is missing: {root / 'model_index.json'} names a {class_name} there")
-    if name == "scheduler":
+        raise FileNotFoundError(f"{folder} is missing: {index_of(root)} names a {class_name} there")
+    if name.endswith("scheduler"):
         read_object(folder / "scheduler_config.json")
     # transformers makes a tokenizer without a word of a folder that has none.
     spells = name.startswith("tokenizer") and class_name != "ByT5Tokenizer"  # to which every byte is a token
@@ -123,9 +131,11 @@ def _check_component(root: Path, model: DiffusionModelConfig, name: str, library
     said = read_object(config)
     if library == "diffusers":
         if "_class_name" not in said:
-            raise ValueError(f"{config} has no _class_name: expected {class_name}, as model_index.json says")
+            raise ValueError(f"{config} has no _class_name: expected {class_name}, as {index_of(root).name} says")
         if said["_class_name"] != class_name:
-            raise ValueError(f"{config} is of a {said['_class_name']}: expected {class_name}, as model_index.json says")
+            raise ValueError(
+                f"{config} is of a {said['_class_name']}: expected {class_name}, as {index_of(root).name} says"
+            )
     return folder
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from verl_omni.utils.json_files import read_object
 from verl_omni.utils.model_code import refuse_code
+from verl_omni.utils.model_index import index_of, read_index_file
 from verl_omni.utils.suggest import unknown
 
 
@@ -57,8 +58,8 @@ def read_component_config(path: str, component: str) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=64)
 def read_index(path: str) -> dict[str, Any]:
-    """model_index.json of a diffusers folder."""
-    return read_object(os.path.join(path, "model_index.json"))
+    """model_index.json of a diffusers folder, or what a modular pipeline has in its place."""
+    return read_index_file(index_of(path))
 
 
 def takes_guidance(model_config: Any) -> bool:
@@ -130,7 +131,42 @@ def random_pipeline(model_config: Any, dtype: torch.dtype, given: dict[str, Any]
         else:
             config = read_component_config(model_config.config_path or model_config.path, name)
             parts[name] = random_model(lambda cls=cls, config=config: cls.from_config(dict(config)), dtype)
-    return pipeline_class(model_config.architecture)(**parts)
+    return assembled(model_config.architecture, parts)
+
+
+def assembled(architecture: str, parts: dict[str, Any]) -> Any:
+    """The diffusers pipeline of that name, of these components."""
+    kind = pipeline_class(architecture)
+    if not is_modular(kind):
+        return kind(**parts)
+    pipe = kind()
+    pipe.update_components(**{name: part for name, part in parts.items() if part is not None})
+    return pipe
+
+
+def is_modular(pipeline: type) -> bool:
+    from diffusers import ModularPipeline
+
+    return issubclass(pipeline, ModularPipeline)
+
+
+def modular_pipeline(model_config: Any, dtype: torch.dtype, given: dict[str, Any]) -> Any:
+    """One whose components are read from the folder, by the classes that its index names, or `given`.
+
+    diffusers' own loader would read each from wherever the index says, and import any library that it names.
+    """
+    import diffusers
+    import transformers
+
+    path, libraries = os.path.expanduser(model_config.path), {"diffusers": diffusers, "transformers": transformers}
+    parts = dict(given)
+    for name, entry in read_index(path).items():
+        if name.startswith("_") or name in parts or not isinstance(entry, list) or entry[1] is None:
+            continue
+        cls = getattr(libraries[entry[0]], entry[1])
+        of_weights = weights_in(dtype) | {"use_safetensors": True} if issubclass(cls, torch.nn.Module) else {}
+        parts[name] = cls.from_pretrained(os.path.join(path, name), **of_weights)
+    return assembled(model_config.architecture, parts)
 
 
 def load_tokenizers(path: str) -> dict[str, Any]:
@@ -240,6 +276,12 @@ def flow_shift(image_seq_len: int, config: Any) -> float:
     y0, y1 = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
     slope = (y1 - y0) / (x1 - x0)
     return image_seq_len * slope + y0 - slope * x0
+
+
+def audio_weights(share: float, video: int, sound: int) -> torch.Tensor:
+    """Of mean 1, for a sequence of so many entries of a video and then of a sound, which counts as this share."""
+    of_each = torch.tensor([(1 - share) / video, share / sound]) * (video + sound)
+    return of_each.repeat_interleave(torch.tensor([video, sound]))
 
 
 def encode_pixels(pipe: Any, images: torch.Tensor) -> torch.Tensor:

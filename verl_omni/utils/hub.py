@@ -17,12 +17,11 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl_omni.utils.json_files import read_object
+from verl_omni.utils.model_index import INDEXES, read_index_file
 
 NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 DATA = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?")
-INDEX = "model_index.json"
 SMALL = (".json", ".txt", ".model", ".jinja")  # configurations, vocabularies, templates
 # What diffusers and transformers look for by themselves; other files there are variants, or the same once more.
 STEM = "(?:diffusion_pytorch_model|model|pytorch_lora_weights)"
@@ -159,8 +158,9 @@ def _model(pin: Repository, weights: bool) -> str:
     there, places = _tree(pin), {""}
     if there is None:  # offline, and fetched by others: whatever of it is here
         return _fetch(pin, None)
-    if INDEX in there:
-        index = read_object(Path(_fetch(pin, [INDEX]), INDEX))
+    named_in = [name for name in INDEXES if name in there][:1]
+    if named_in:
+        index = read_index_file(Path(_fetch(pin, named_in), *named_in))
         places = {name for name, kind in index.items() if isinstance(kind, list) and kind and kind[0]}
     files = [name for name in there if os.path.dirname(name) in places]
     numbers = [name for name in files if WEIGHTS.fullmatch(os.path.basename(name))]
@@ -175,7 +175,7 @@ def _model(pin: Repository, weights: bool) -> str:
         if not numbers:
             raise HubError(f"the repository holds no weights ({WEIGHTS_SHOWN})")
     small = [name for name in files if name.endswith(SMALL) and _is_small(os.path.basename(name))]
-    return _fetch(pin, [*([INDEX] if INDEX in there else []), *small, *(numbers if weights else [])])
+    return _fetch(pin, [*named_in, *small, *(numbers if weights else [])])
 
 
 def _is_small(name: str) -> bool:

@@ -6,10 +6,10 @@ from typing import Any
 
 from verl_omni.utils.folders import visible_files
 from verl_omni.utils.json_files import read_object
+from verl_omni.utils.model_index import INDEXES, read_index_file
 
 LIBRARIES = ("diffusers", "transformers")
 PROGRAMS = (".py", ".pyc", ".pyd", ".so", ".dll", ".dylib")
-INDEX = "model_index.json"
 # transformers would load another model, from wherever this says, below it.
 ADAPTER = "adapter_config.json"
 # Each names code beside the weights, or on the hub, that a loader then asks about or runs.
@@ -26,11 +26,11 @@ def refuse_code(folder: str | Path, libraries: Collection[str] = LIBRARIES, prog
     for path in visible_files(root):
         if path.suffix in PROGRAMS and not programs:
             raise ValueError(f"{path} is a program, and a model's folder holds data only: take it away")
-        if path.name == ADAPTER or (path.name == INDEX and path.parent != root):
+        if path.name == ADAPTER or (path.name in INDEXES and path.parent != root):
             raise ValueError(f"{path} would have another model loaded from inside this one: take it away")
-        if path.name == INDEX:
-            _check_libraries(path, read_object(path), libraries)
-        if path.name == INDEX or path.name.endswith("config.json"):
+        if path.name in INDEXES:
+            _check_libraries(path, read_index_file(path), libraries)
+        if path.name in INDEXES or path.name.endswith("config.json"):
             for key, value in _entries(read_object(path)):
                 _check_entry(path, key, value)
 

@@ -15,7 +15,7 @@ import torch
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
 from verl_omni.pipelines.shared_tokens import TokenPlan
-from verl_omni.pipelines.utils import check_length, diffusers_since, flow_shift, read_component_config
+from verl_omni.pipelines.utils import audio_weights, check_length, diffusers_since, flow_shift, read_component_config
 from verl_omni.utils.responses import Sound, VideoWithSound
 
 AUDIO_STEP = 4  # of the spectrogram, in time, a latent; upstream has it as a constant
@@ -121,8 +121,7 @@ class LTX2(DiffusionModelBase):
         scheduler, share = super().build_scheduler(model_config), model_config.algo.audio_share
         if share is not None:
             size = cls.geometry(model_config)
-            of_each = torch.tensor([(1 - share) / size.drawn, share / size.sound]) * (size.drawn + size.sound)
-            scheduler.log_prob_weights = of_each.repeat_interleave(torch.tensor([size.drawn, size.sound]))
+            scheduler.log_prob_weights = audio_weights(share, size.drawn, size.sound)
         return scheduler
 
     @classmethod

@@ -9,7 +9,9 @@ from verl_omni.config import DiffusionModelConfig
 from verl_omni.config.model import read_architecture
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.pipelines.schedulers.flow_match_sde import own_levels
 from verl_omni.utils.json_files import read_object
+from verl_omni.utils.model_index import index_of
 from verl_omni.workers.losses import build_loss_function
 
 REF = "actor_rollout_ref.ref"
@@ -107,7 +109,7 @@ def _has_own_module(path: str, model: DiffusionModelConfig) -> bool:
 
 def _check_schedule(setting: str, folder: Path, model: DiffusionModelConfig) -> None:
     """A model's folder says how it steps: as the trained one does. Weights alone step as that."""
-    if not (folder / "model_index.json").is_file():
+    if not index_of(folder).is_file():
         return
     if (theirs := read_architecture(str(folder))) != model.architecture:
         raise ValueError(f"{setting}={folder} is a {theirs}, and the trained model a {model.architecture}")
@@ -123,7 +125,7 @@ def _schedule(model: DiffusionModelConfig) -> torch.Tensor:
     adapter = DiffusionModelBase.get_class(model)
     scheduler = adapter.build_scheduler(model)
     adapter.set_timesteps(scheduler, model, "cpu")
-    return torch.cat([scheduler.timesteps.float(), scheduler.sigmas.float()])
+    return torch.cat([scheduler.timesteps.float(), own_levels(scheduler, scheduler.sigmas.float()).flatten()])
 
 
 def _few(schedule: torch.Tensor) -> str:

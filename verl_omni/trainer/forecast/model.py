@@ -16,12 +16,13 @@ from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
 from verl_omni.pipelines.model_folder import library_of
 from verl_omni.pipelines.sampling import transformer_inputs
 from verl_omni.pipelines.single_frame_vae import speed_up_single_frames
-from verl_omni.pipelines.utils import pipeline_class, read_index
+from verl_omni.pipelines.utils import assembled, is_modular, pipeline_class, read_index
 from verl_omni.pipelines.weights import build_component
 from verl_omni.trainer.forecast.passes import Lines, Pass, Passes
 from verl_omni.trainer.forecast.remembered import Remembered, key_of
 from verl_omni.trainer.forecast.weights import Weights, weights_of
 from verl_omni.utils.model_code import refuse_code
+from verl_omni.utils.model_index import index_of
 from verl_omni.workers.engine.module import build_module, on_gpu, resolve_dtypes
 
 GPU = torch.device("cuda")
@@ -151,7 +152,7 @@ class EmptyModel:
     def pipe(self, tiling: bool) -> Any:
         """The upstream pipeline with what decodes alone, without weights."""
         kind = pipeline_class(self.config.architecture)
-        parameters = inspect.signature(kind).parameters.values()
+        parameters = () if is_modular(kind) else inspect.signature(kind).parameters.values()
         parts = {p.name: self.parts.get(p.name) for p in parameters if p.default is p.empty}  # some ask for its config
         parts |= {name: build_component(self.config, name, self.dtype) for name in self._beside if name in DECODERS}
         if tiling:
@@ -159,7 +160,7 @@ class EmptyModel:
         with self.gpu.here():
             for name in self._beside & DECODERS:
                 parts[name].to_empty(device=self.gpu.device)
-        return kind(**parts | {"vae": speed_up_single_frames(parts["vae"])})
+        return assembled(self.config.architecture, parts | {"vae": speed_up_single_frames(parts["vae"])})
 
     @functools.cached_property
     def _beside(self) -> set[str]:
@@ -209,7 +210,7 @@ class EmptyModel:
 def configs_in(folder: Path, *subfolders: str) -> dict[str, str]:
     """Of a model's folder and its components, which may be links to folders elsewhere."""
     root = folder.expanduser()
-    files = {root / "model_index.json", root / "config.json", *root.glob("*/config.json")}
+    files = {index_of(root), root / "config.json", *root.glob("*/config.json")}
     files |= {root / name / "config.json" for name in subfolders}
     return {str(file.relative_to(root)): file.read_text() for file in sorted(files) if file.is_file()}
 

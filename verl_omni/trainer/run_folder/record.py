@@ -17,6 +17,7 @@ from verl_omni.utils.external_lib import module_name, names_of
 from verl_omni.utils.folders import visible_files
 from verl_omni.utils.hub import model_folder
 from verl_omni.utils.masking import masked
+from verl_omni.utils.model_index import index_of
 
 ARR = "actor_rollout_ref."
 # The rollout's own, a second time; and how this start finds its checkpoint.
@@ -93,8 +94,9 @@ def _files(root: Path) -> list[Path]:
     if not root.is_dir():
         return [root] if root.is_file() else []
     below = sorted(path for path in visible_files(root) if path.is_file())
-    if (root / "model_index.json").is_file():  # beside the components lie pictures and read-me files
-        below = [p for p in below if p.parent != root or p.name == "model_index.json"]
+    index = index_of(root)
+    if index.is_file():  # beside the components lie pictures and read-me files
+        below = [p for p in below if p.parent != root or p.name == index.name]
     return below
 
 
