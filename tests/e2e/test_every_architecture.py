@@ -22,8 +22,8 @@ VIDEO = [f"{PIPELINE}.num_frames=5", "reward.custom_reward_function.path={folder
 FULL = ["actor_rollout_ref.model.lora_rank=0"]  # diffusers has no LoRA for LongCat-AudioDiT and ACE-Step
 SOUND = [f"{PIPELINE}.height=512", f"{PIPELINE}.width=512", "reward.custom_reward_function.path=null"]
 SOUND += ["reward.scorers=[{name: loudness, weight: 1}, {name: silence, weight: 0.5}]"]
-VIDEO_WITH_SOUND = [f"{PIPELINE}.num_frames=5", f"{PIPELINE}.frame_rate=25", "reward.custom_reward_function.path=null"]
-VIDEO_WITH_SOUND += ["reward.scorers=[{name: audio_video_sync, weight: 1}]"]
+SYNC = ["reward.custom_reward_function.path=null", "reward.scorers=[{name: audio_video_sync, weight: 1}]"]
+VIDEO_WITH_SOUND = [f"{PIPELINE}.num_frames=5", f"{PIPELINE}.frame_rate=25", *SYNC]
 BRIGHTNESS = """
 def compute_score(image):
     assert len(image) == 5, "a video is a list of its frames"
@@ -61,11 +61,15 @@ SELDOM = {
     "WanImageToVideoPipeline-2.2": ("flow_grpo", f"{PIPELINE}.guidance_scale=3", *VIDEO),
     "LTX2ImageToVideoPipeline": ("grpo_guard", f"{WINDOW}.audio_share=0.5", *VIDEO_WITH_SOUND, f"{PIPELINE}.width=64"),
     "AceStepPipeline": ("flow_grpo", f"{PIPELINE}.audio_duration_s=2", *FULL, *SOUND),
+    "MiniMaxH3ModularPipeline": ("grpo_guard", f"{WINDOW}.audio_share=0.5", *SYNC, f"{PIPELINE}.num_frames=22"),
 }
 WITH_IMAGES = {
     "QwenImageEditPlusPipeline", "FluxKontextPipeline", "WanImageToVideoPipeline-2.2", "LTX2ImageToVideoPipeline",
 }  # fmt: skip
-SOUNDS = {"LongCatAudioDiTPipeline": "sound", "AceStepPipeline": "sound", "LTX2Pipeline-2.3": "video with sound"}
+SOUNDS = {
+    "LongCatAudioDiTPipeline": "sound", "AceStepPipeline": "sound",
+    "LTX2Pipeline-2.3": "video with sound", "MiniMaxH3ModularPipeline": "video with sound",
+}  # fmt: skip
 RATIOS = ("flow_grpo", "mix_grpo", "dance_grpo", "grpo_guard", "flow_dppo")
 
 

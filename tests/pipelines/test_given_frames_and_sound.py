@@ -31,7 +31,10 @@ from verl_omni.workers.rollout.image_request import RequestReader
 
 ROWS = {row.name: row for row in architectures.TABLE}
 LTX2 = ROWS["LTX2Pipeline"]
-NEW = {"FluxKontextPipeline", "WanImageToVideoPipeline-TI2V", "LTX2Pipeline", "LongCatAudioDiTPipeline"}
+NEW = {
+    "FluxKontextPipeline", "WanImageToVideoPipeline-TI2V", "LTX2Pipeline", "LongCatAudioDiTPipeline",
+    "MiniMaxH3ModularPipeline",
+}  # fmt: skip
 
 
 def shared(share: float | None):

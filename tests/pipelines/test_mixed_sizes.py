@@ -21,7 +21,7 @@ def draw(row, engine, i: int):
     steps = engine.adapter.num_steps(engine.model_config)
     size = dict(row.sizes[i])
     if "num_frames" in engine.adapter.pipeline_knobs(engine.model_config):
-        size["num_frames"] = (5, 9)[i]
+        size["num_frames"] = ((22, 39) if row.name.startswith("MiniMaxH3") else (5, 9))[i]
     params = {"seed": i, "keep_trajectory": True, "sde_window": (0, steps - 1), "noise_level": NOISE[i], **size}
     images = row.images and row.images[i]
     negative = engine.adapter.tokenize_negative(tokenizers, row.negative, SEQUENCE, images)

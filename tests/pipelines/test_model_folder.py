@@ -169,6 +169,58 @@ def test_what_is_wrong_is_one_line_with_the_files_name(name, tmp_path):
     assert said in line and str(folder) in line and "\n" not in line
 
 
+MODULAR = "MiniMaxH3ModularPipeline"
+TOLD = {"pretrained_model_name_or_path": "somebody/else", "subfolder": "vae"}
+MODULAR_CASES = {
+    "another library": (["mm5.helper", "VAE", TOLD], "\"vae\" from the library 'mm5.helper', which would be"),
+    "another library before anything was loaded": (
+        [None, None, TOLD | {"type_hint": ["mm5.helper", "VAE"]}], "\"vae\" from the library 'mm5.helper', which"
+    ),
+    "no class": ([None, None, TOLD | {"type_hint": None}], '"vae": null: expected ["library", "class"]'),
+    "nowhere": ([None, None, {"subfolder": "vae"}], 'names no class for "vae"'),
+    "another folder": (
+        ["diffusers", "AutoencoderKLMiniMaxH3", TOLD | {"subfolder": "../vae"}],
+        "has \"vae\" in the folder '../vae': expected \"vae\"",
+    ),
+    "class of another model": (
+        ["diffusers", "AutoencoderKL", TOLD], f"of the class AutoencoderKL: a {MODULAR} has a AutoencoderKLMiniMaxH3"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODULAR_CASES)
+def test_what_is_wrong_with_the_folder_of_a_modular_pipeline_is_one_line(name, tmp_path):
+    folder = shutil.copytree(tiny_checkpoint(MODULAR), tmp_path / "model")
+    entry, said = MODULAR_CASES[name]
+    edit(folder / "modular_model_index.json", vae=entry)
+    with pytest.raises(ValueError) as caught:
+        check_model_folder(DiffusionModelConfig(path=str(folder)))
+    line = users_mistake(caught.value)
+    assert said in line and str(folder / "modular_model_index.json") in line and "\n" not in line
+
+
+def test_a_modular_pipeline_is_read_from_its_own_folder(tmp_path):
+    """Wherever else its index says that components are, before anything was loaded or after."""
+    folder = shutil.copytree(tiny_checkpoint(MODULAR), tmp_path / "model")
+    index = json.loads((folder / "modular_model_index.json").read_text())
+    for name, entry in index.items():
+        if isinstance(entry, list) and entry[0] is not None:
+            index[name] = [None, None, entry[2] | {"pretrained_model_name_or_path": "somebody/else"}]
+    write(folder / "modular_model_index.json", json.dumps(index))
+    model = DiffusionModelConfig(path=str(folder))
+    check_model_folder(model)
+    pipe = DiffusionModelBase.get_class(model).load_pipeline(model, "cpu", torch.float32)
+    assert {name for name in ("text_encoder", "tokenizer", "vae", "audio_vae") if getattr(pipe, name) is None} == set()
+    assert pipe.transformer is None and pipe.scheduler is None
+
+
+def test_minimax_h3_with_a_diffusers_that_has_none(monkeypatch):
+    model = DiffusionModelConfig(path=str(tiny_checkpoint(QWEN)), architecture=MODULAR)
+    monkeypatch.setattr("verl_omni.pipelines.minimax_h3.adapter.diffusers_since", lambda release: False)
+    with pytest.raises(ValueError, match="^MiniMax-H3 needs diffusers 0.40 or later, and 0.[0-9.]+ is installed$"):
+        DiffusionModelBase.get_class(model).check(model)
+
+
 @pytest.mark.parametrize("architecture", [*BUILTIN, "WanPipeline-2.2"])
 def test_whole_folders_of_every_architecture_pass(architecture):
     check_model_folder(DiffusionModelConfig(path=str(tiny_checkpoint(architecture))))

@@ -189,6 +189,7 @@ REFUSED = {
     "WanPipeline": "makes video, and cached pairs are of images",
     "HunyuanVideo15Pipeline": "makes video, and cached pairs are of images",
     "LTX2Pipeline": "makes video with sound, and cached pairs are of images",
+    "MiniMaxH3ModularPipeline": "makes video with sound, and cached pairs are of images",
     "LongCatAudioDiTPipeline": "makes sound, and cached pairs are of images",
     "AceStepPipeline": "makes sound, and cached pairs are of images",
 }

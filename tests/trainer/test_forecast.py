@@ -27,7 +27,6 @@ from verl_omni.config import (
     OptimizerConfig,
 )
 from verl_omni.perf.rates import rates
-from verl_omni.pipelines.utils import pipeline_class
 from verl_omni.trainer.checks.preparation import prepare_config
 from verl_omni.trainer.forecast.amounts import amounts
 from verl_omni.trainer.forecast.forecast import forecast
@@ -116,7 +115,7 @@ def costs_of(folder, architecture: str, *more: str) -> ModelCosts:
 AROUND = {
     "LTX2Pipeline": 9, "LTX2ImageToVideoPipeline": 9, "HunyuanVideo15Pipeline": 5, "WanImageToVideoPipeline": 5,
     "FluxKontextPipeline": None, "ChromaPipeline": None, "LongCatAudioDiTPipeline": None, "GlmImagePipeline": None,
-    "CogView4Pipeline": None, "AceStepPipeline": None, "Lumina2Pipeline": None,
+    "CogView4Pipeline": None, "AceStepPipeline": None, "Lumina2Pipeline": None, "MiniMaxH3ModularPipeline": 22,
 }  # fmt: skip
 
 
@@ -132,12 +131,16 @@ def test_what_is_around_the_transformer_is_counted(architecture, tmp_path):
     frames = AROUND[architecture]
     more = [f"actor_rollout_ref.rollout.pipeline.num_frames={frames}"] if frames else []
     costs = costs_of(tmp_path, architecture, *more)
-    pipe = pipeline_class(architecture).from_pretrained(tiny_checkpoint(architecture))
+    pipe = next(row for row in TABLE if row.name == architecture).load()
     modules = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
     decoders = modules.keys() & {"vae", "audio_vae", "vocoder"}
 
+    def width(module: torch.nn.Module, parameter: str) -> int:
+        wide = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+        return costs.dtype.itemsize if wide.isdisjoint(parameter.split(".")) else 4
+
     def held(names) -> int:
-        return sum(p.numel() for name in names for p in modules[name].parameters()) * costs.dtype.itemsize
+        return sum(p.numel() * width(modules[n], key) for n in names for key, p in modules[n].named_parameters())
 
     assert costs.vae_bytes == held(decoders)
     assert costs.encoder_bytes == held(modules.keys() - decoders - {"transformer", "transformer_2"})
@@ -320,7 +323,8 @@ def test_every_architecture_has_a_plan(row, tmp_path):
     images = (str(tmp_path / "one.png"),) if row.images else ()
     more = [f"{MODEL}.lora_rank={4 if row.lora else 0}", f"{ACTOR}.engine.use_torch_compile=false"]
     if "num_frames" in row.knobs(cfg=False):
-        more.append("actor_rollout_ref.rollout.pipeline.num_frames=9")
+        frames = 22 if row.name.startswith("MiniMaxH3") else 9
+        more.append(f"actor_rollout_ref.rollout.pipeline.num_frames={frames}")
     found = forecast(composed(*overrides_of(tmp_path, tiny_checkpoint(row.name), *more, images=images)))
     peaks = {stage.name: stage.peak for stage in found.asked.stages}
     assert list(peaks) == ["load", "rollout", "decode", "update", "checkpoint"]

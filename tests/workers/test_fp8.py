@@ -89,7 +89,7 @@ def test_what_a_small_step_of_lora_adds_arrives():
 
 
 # modulations, embeddings of text and time, and the images that some of Wan's models begin with
-FEW_TOKENS = ("norm", "mod", "embed", "proj_in", "attn2.add_")
+FEW_TOKENS = ("norm", "mod", "adaln", "embed", "proj_in", "attn2.add_")
 EMBEDDED = {"proj", "text_proj"}  # of CogView4, whose embedding of patches is a block to diffusers
 
 

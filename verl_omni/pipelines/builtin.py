@@ -22,6 +22,7 @@ BUILTIN: dict[str, str] = {
     "LTX2ImageToVideoPipeline": "verl_omni.pipelines.ltx2",
     "LTX2Pipeline": "verl_omni.pipelines.ltx2",
     "Lumina2Pipeline": "verl_omni.pipelines.lumina2",
+    "MiniMaxH3ModularPipeline": "verl_omni.pipelines.minimax_h3",
     "QwenImageEditPlusPipeline": "verl_omni.pipelines.qwen_image_edit_plus",
     "QwenImagePipeline": "verl_omni.pipelines.qwen_image",
     "StableDiffusion3Pipeline": "verl_omni.pipelines.sd3",

@@ -20,10 +20,10 @@ AUDIO = {
 }  # fmt: skip
 
 
-def image_text_model(kind: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def image_text_model(kind: str, tokenizer: PreTrainedTokenizerBase, layers: int = 2) -> PreTrainedModel:
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
     text = {
-        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
         "rope_parameters": rope, "initializer_range": 0.2, "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None,

@@ -11,15 +11,18 @@ variant of a class has a name after a hyphen, as in WanPipeline-2.2. Ours are in
 """
 
 import functools
+import json
 from pathlib import Path
 
 import torch
+from diffusers import ModularPipeline
 
 from verl_omni.testing import tiny_images, tiny_sounds, tiny_videos  # noqa: F401  (registers their builders)
 from verl_omni.testing.tiny_builders import BUILDERS, image_vae, register_builder, strengthen
 from verl_omni.testing.tiny_image_text import image_text_model
 from verl_omni.testing.tiny_images import QWEN_EDIT_PREFIX, QWEN_IMAGE_PREFIX
 from verl_omni.testing.tiny_text import language_model, qwen_tokenizer
+from verl_omni.utils.model_index import MODULAR
 from verl_omni.utils.options import Parser, at_least
 from verl_omni.utils.suggest import unknown
 
@@ -47,8 +50,18 @@ def build_tiny_random(pipeline_class: str, out: str | Path, seed: int = 0) -> Pa
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipeline = BUILDERS[pipeline_class]()
-    pipeline.save_pretrained(out)
+    if isinstance(pipeline, ModularPipeline):
+        save_modular(pipeline, str(out))
+    else:
+        pipeline.save_pretrained(out)
     return Path(out)
+
+
+def save_modular(pipeline: ModularPipeline, out: str) -> None:
+    """Its index names the folder for each component: here the one that it lies in, wherever that is."""
+    pipeline.save_pretrained(out, overwrite_modular_index=True)
+    index = Path(out, MODULAR)
+    index.write_text(index.read_text().replace(json.dumps(out), '"."'))
 
 
 def build_tiny_writer(kind: str, out: str | Path, seed: int = 0) -> Path:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl_omni.testing.tiny_builders import register_builder, strengthen
+from verl_omni.testing.tiny_image_text import image_text_model
 from verl_omni.testing.tiny_text import (
     gemma_text_encoder,
     gemma_tokenizer,
@@ -16,7 +17,7 @@ from verl_omni.testing.tiny_text import (
 )
 
 if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline, WanTransformer3DModel
+    from diffusers import DiffusionPipeline, ModularPipeline, WanTransformer3DModel
 
 
 def wan_transformer(in_channels: int = 4, **config) -> "WanTransformer3DModel":
@@ -330,3 +331,76 @@ def ltx2_3_image_to_video() -> "DiffusionPipeline":
     from diffusers import LTX2ImageToVideoPipeline
 
     return LTX2ImageToVideoPipeline(**ltx2_3_parts())
+
+
+@register_builder("MiniMaxH3ModularPipeline")
+def minimax_h3() -> "ModularPipeline":
+    """A token is 2 x 2 latents of 8 x 8 pixels, or 200 samples of a sound at 8 kHz."""
+    from verl_omni.pipelines.minimax_h3.adapter import check_diffusers
+
+    check_diffusers()
+    from diffusers import (
+        AutoencoderKLMiniMaxH3,
+        AutoencoderKLMiniMaxH3Audio,
+        MiniMaxH3ModularPipeline,
+        MiniMaxH3Scheduler,
+        MiniMaxH3Transformer3DModel,
+    )
+
+    tokenizer = qwen_tokenizer([])
+    vae = AutoencoderKLMiniMaxH3(
+        latent_channels=6,
+        block_out_channels=(8, 8, 8),
+        layers_per_block=1,
+        spatial_downsample_factors=(2, 2, 2),
+        temporal_downsample_factors=(1, 2, 2),
+        norm_num_groups=2,
+        decoder_num_layers=1,
+        decoder_num_attention_heads=2,
+        decoder_attention_head_dim=16,
+        latents_mean=[-0.3, 0.2, 0.1, -0.1, 0.4, 0.0],
+        latents_std=[1.2, 0.8, 1.5, 0.7, 1.0, 1.1],
+    )
+    audio_vae = AutoencoderKLMiniMaxH3Audio(
+        encoder_dim=4,
+        encoder_rates=[10, 20],
+        latent_dim=16,
+        latent_channels=8,
+        num_attention_heads=2,
+        decoder_dim=16,
+        decoder_rates=[20, 10],
+        decoder_kernel_sizes=[40, 20],
+        resblock_kernel_sizes=[3],
+        resblock_dilation_sizes=[[1]],
+        sampling_rate=8000,
+        latents_mean=[0.3, -0.1, 0.2, 0.0, -0.4, 0.1, 0.5, -0.2],
+        latents_std=[1.3, 0.9, 1.1, 0.7, 1.0, 1.2, 0.8, 1.4],
+    )
+    transformer = MiniMaxH3Transformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        hidden_size=32,
+        num_layers=2,
+        num_refiner_layers=1,
+        ffn_dim=48,
+        in_channels=6,
+        audio_in_channels=8,
+        text_dim=32,
+        freq_dim=32,
+        time_embed_hidden_dim=32,
+        time_embed_dim=32,
+        rope_freq_dim=2,
+    )
+    strengthen(vae.decoder, 2.0)
+    strengthen(transformer, 1.5)
+    pipeline = MiniMaxH3ModularPipeline()
+    pipeline.update_components(
+        tokenizer=tokenizer,
+        text_encoder=image_text_model("qwen3_vl", tokenizer, layers=pipeline.text_encoder_layer + 1),
+        vae=vae,
+        audio_vae=audio_vae,
+        transformer=transformer,
+        scheduler=MiniMaxH3Scheduler(shift=12.0),
+        audio_scheduler=MiniMaxH3Scheduler(shift=3.0),
+    )
+    return pipeline
