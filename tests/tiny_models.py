@@ -20,10 +20,13 @@ from verl_omni.testing.tiny_random import build_tiny_random
 SINCE = {"MiniMaxH3ModularPipeline": "0.40"}
 
 
+def is_known(pipeline_class: str) -> bool:
+    return diffusers_since(SINCE.get(pipeline_class, "0"))
+
+
 def skip_unless_known(pipeline_class: str) -> None:
-    since = SINCE.get(pipeline_class)
-    if since is not None and not diffusers_since(since):
-        pytest.skip(f"{pipeline_class} is in diffusers from {since} on")
+    if not is_known(pipeline_class):
+        pytest.skip(f"{pipeline_class} is in diffusers from {SINCE[pipeline_class]} on")
 
 
 @functools.cache

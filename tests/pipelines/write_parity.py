@@ -1,6 +1,8 @@
 """Compare every architecture with diffusers, and write the largest differences into docs/models.md.
 
-python tests/pipelines/write_parity.py docs/models.md
+python tests/pipelines/write_parity.py docs/models.md [PYTEST-ARGUMENT...]
+
+Rows that are not measured stay as they are: those of models that this diffusers does not have, or that `-k` leaves out.
 """
 
 import sys
@@ -13,7 +15,7 @@ sys.path[:0] = [str(folder) for folder in list(Path(__file__).resolve().parents)
 
 from test_architectures import TABLE  # noqa: E402
 
-from verl_omni.report.document_tables import fill  # noqa: E402
+from verl_omni.report.document_tables import fill, rows_of  # noqa: E402
 
 COLUMNS = {"latents": "latents", "decoded": "pixels or samples", "log_prob": "log-probability"}
 TESTS = ("test_without_noise_it_is_diffusers", "test_training_finds_the_log_probs_of_the_rollout")
@@ -37,9 +39,12 @@ def architecture_of(test: str) -> str:
     return max((row.name for row in TABLE if f"-{row.name}-" in f"-{test}-"), key=len)
 
 
-def parity_table(found: dict[str, dict[str, list[float]]]) -> str:
+def parity_table(found: dict[str, dict[str, list[float]]], before: dict[str, str]) -> str:
     lines = ["| | " + " | ".join(COLUMNS.values()) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
     for row in TABLE:
+        if row.name not in found:
+            lines.append(before[row.name])
+            continue
         figures = (f"{max(found[row.name][what]):.1e}" for what in COLUMNS)
         lines.append(f"| `{row.name}` | " + " | ".join(figures) + " |")
     return "\n".join(lines)
@@ -47,10 +52,11 @@ def parity_table(found: dict[str, dict[str, list[float]]]) -> str:
 
 def main() -> int:
     differences, file = Differences(), Path(__file__).with_name("test_architectures.py")
-    status = pytest.main(["-q", "-m", "", *(f"{file}::{test}" for test in TESTS)], plugins=[differences])
+    page, *more = sys.argv[1:]
+    status = pytest.main(["-q", "-m", "", *(f"{file}::{test}" for test in TESTS), *more], plugins=[differences])
     if status == 0:
-        page = Path(sys.argv[1])
-        page.write_text(fill(page.read_text(), "PARITY", parity_table(differences.found)))
+        text = Path(page).read_text()
+        Path(page).write_text(fill(text, "PARITY", parity_table(differences.found, rows_of(text, "PARITY"))))
     return status
 
 

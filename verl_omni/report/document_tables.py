@@ -93,6 +93,12 @@ def fill(text: str, name: str, table: str) -> str:
     return pattern.sub(lambda m: m[1] + table + "\n" + m[2], text)
 
 
+def rows_of(text: str, name: str) -> dict[str, str]:
+    """The lines of a table that `fill` has written, by what stands in backticks at their beginning."""
+    table = text.partition(f"<!-- {name} -->")[2].partition(f"<!-- /{name} -->")[0]
+    return dict(re.findall(r"^(?=\| `([^`]+)`)(.*)$", table, re.MULTILINE))
+
+
 if __name__ == "__main__":
     for document in map(Path, sys.argv[1:]):
         text = document.read_text()

@@ -28,7 +28,7 @@ from verl_omni.pipelines.utils import (
 from verl_omni.utils.json_files import read_object
 from verl_omni.utils.responses import Sound, VideoWithSound
 
-FRAMES, FRAME_RATE = 124, 24.0
+FRAMES = 124
 VIDEO, TEXT, SOUND = range(3)  # what the transformer calls the rows of each
 CHANNELS = 2  # of the sound
 SCHEDULERS = ("scheduler", "audio_scheduler")
@@ -86,6 +86,10 @@ class MiniMaxH3(DiffusionModelBase):
     @classmethod
     def makes(cls, model_config: DiffusionModelConfig) -> str:
         return "video with sound"
+
+    @classmethod
+    def frame_rate(cls, model_config: DiffusionModelConfig) -> float:
+        return 24.0
 
     # ---- sizes ---------------------------------------------------------------------------------------
 
@@ -289,9 +293,9 @@ class MiniMaxH3(DiffusionModelBase):
         cls, decoded: tuple[torch.Tensor, torch.Tensor], pipe: Any, model_config: DiffusionModelConfig
     ) -> list[VideoWithSound]:
         video, waves = decoded
-        frames, rate = (video * 255).round().to(torch.uint8).cpu(), pipe.audio_vae.config.sampling_rate
-        sounds = [Sound(wave.clamp(-1, 1).cpu(), rate) for wave in waves]
-        return [VideoWithSound(*pair, FRAME_RATE) for pair in zip(frames, sounds, strict=True)]
+        frames, rate = (video * 255).round().to(torch.uint8).cpu(), cls.frame_rate(model_config)
+        sounds = [Sound(wave.clamp(-1, 1).cpu(), pipe.audio_vae.config.sampling_rate) for wave in waves]
+        return [VideoWithSound(*pair, rate) for pair in zip(frames, sounds, strict=True)]
 
     @classmethod
     def check(cls, model_config: DiffusionModelConfig) -> None:
