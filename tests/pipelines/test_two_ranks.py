@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from ranks import ready_to_fork
-from tiny_models import tiny_checkpoint
+from tiny_models import SINCE, tiny_checkpoint
+
+from verl_omni.pipelines.utils import diffusers_since
 
 ROWS = {row.name: row for row in architectures.TABLE}
 # For each rank: samples, and which denoising step of each is trained.
@@ -19,6 +21,9 @@ SHARES = {
     # Samples 0 and 2 have references of one shape, sample 1 of another.
     "QwenImageEditPlusPipeline": [([0, 2], [0, 0]), ([1, 2], [0, 0])],
 }
+if diffusers_since(SINCE["MiniMaxH3ModularPipeline"]):
+    # One rank's samples share their time and the length of their text, the other's neither.
+    SHARES["MiniMaxH3ModularPipeline"] = [([0, 0], [0, 0]), ([0, 1], [0, 1])]
 
 
 def grad_norm(name: str, samples: list[int], steps: list[int]) -> list[float]:
