@@ -234,6 +234,7 @@ TABLE = [
         "MiniMaxH3ModularPipeline",
         guided={},
         plain={},
+        negative=" ",  # without a word, and yet a prompt: upstream draws nothing of an empty one
         both={"num_frames": 22},
     ),
     Architecture(

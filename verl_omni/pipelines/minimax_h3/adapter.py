@@ -236,7 +236,9 @@ class MiniMaxH3(DiffusionModelBase):
     def tokenize_negative(
         cls, tokenizers: dict[str, Any], prompt: str, max_sequence_length: int, images: list[Any] | None = None
     ) -> list[int]:
-        """Nothing: it has no guidance, and reads none."""
+        """Nothing: it has no guidance."""
+        if prompt.strip():
+            raise ValueError(f'negative_prompt="{prompt[:80]}": MiniMax-H3 reads none; leave it out')
         return []
 
     @classmethod
@@ -300,6 +302,12 @@ class MiniMaxH3(DiffusionModelBase):
     @classmethod
     def check(cls, model_config: DiffusionModelConfig) -> None:
         check_diffusers()
+        negative = (model_config.pipeline.negative_prompt or "").strip()
+        if negative:
+            raise ValueError(
+                f'actor_rollout_ref.rollout.pipeline.negative_prompt="{negative[:80]}": MiniMax-H3 reads none; leave '
+                "it out"
+            )
         frames, (step, rest) = model_config.pipeline.num_frames or FRAMES, cls._chunk(model_config)
         if frames % step != rest or frames < step:
             near = max(1, round((frames - rest) / step)) * step + rest
