@@ -157,9 +157,13 @@ def qwen_image(out: Path, pipeline: str = "QwenImagePipeline") -> Path:
     return folder
 
 
-def flux_dev(out: Path) -> Path:
+def flux_kontext(out: Path) -> Path:
+    return flux_dev(out, "FluxKontextPipeline")
+
+
+def flux_dev(out: Path, pipeline: str = "FluxPipeline") -> Path:
     """Real transformer (12B) and VAE; the text encoders have their real widths and few layers."""
-    folder = build_tiny_random("FluxPipeline", out)
+    folder = build_tiny_random(pipeline, out)
     _update(folder / "transformer/config.json", FLUX_DEV)
     _update(folder / "vae/config.json", FLUX_VAE)
     _update(folder / "text_encoder/config.json", {"hidden_size": 768, "num_attention_heads": 8})
@@ -249,6 +253,17 @@ def ltx2(out: Path) -> Path:
     config = json.loads(path.read_text())
     config["text_config"].update({"hidden_size": 3840, "num_attention_heads": 16, "head_dim": 256})
     _update(path, config)
+    return folder
+
+
+def longcat_audio(out: Path) -> Path:
+    """Transformer and VAE of diffusers' defaults; the text encoder has its real width and few layers."""
+    import diffusers
+
+    folder = build_tiny_random("LongCatAudioDiTPipeline", out)
+    _update(folder / "transformer/config.json", defaults_of(diffusers.LongCatAudioDiTTransformer))
+    _update(folder / "vae/config.json", defaults_of(diffusers.LongCatAudioDiTVae))
+    _update(folder / "text_encoder/config.json", {"d_model": 768})
     return folder
 
 

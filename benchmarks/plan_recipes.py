@@ -3,48 +3,61 @@
     python -m benchmarks.plan_recipes                                  # on any machine
     python -m benchmarks.plan_recipes --write docs/plan.md             # the table, where it says <!-- RECIPES -->
 
-The folder of Qwen-Image is made here, with the configs of its real parts.
+The folders of the models are made here, with the configs of their real parts (`recipe_models`).
 """
 
 import argparse
-import json
 import os
 import tempfile
 from pathlib import Path
 
-from benchmarks import models
+from benchmarks.recipe_models import OF_RECIPES, WITH_IMAGES, kind_of
 
 GPUS, MEMORY, GPU = 8, 80, "h100"
-# Qwen2.5-VL 7B: what `models.qwen_image` makes smaller
-LAYERS = 28
-WRITER = {"num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS, "intermediate_size": 18944}
-EYES = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16}
 OFFLINE = "qwen_image_lora_offline_dpo"  # takes pairs that were encoded, not prompts
+SAID = {"REWARD_ADDRESS": "localhost:1", "JUDGE_ADDRESS": "http://localhost:1/v1", "JUDGE_MODEL": "judge"}
 
 
-def write_model(folder: Path) -> Path:
-    models.qwen_image(folder)
-    path = folder / "text_encoder/config.json"
-    config = json.loads(path.read_text())
-    config.get("text_config", config).update(WRITER, vocab_size=152064)
-    config["vision_config"].update(EYES)
-    path.write_text(json.dumps(config))
+def write_prompts(folder: Path, images: bool = False) -> Path:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from PIL import Image
+
+    folder.mkdir()
+    prompt = 'a photograph of a street at dusk, with a shop whose sign reads "Grand Opening"'
+    row = {"data_source": "ocr", "prompt": prompt, "reward_model": {"style": "rule", "ground_truth": "Grand Opening"}}
+    if images:
+        Image.new("RGB", (512, 512)).save(folder / "street.png")
+        row["images"] = [str(folder / "street.png")]
+    for split in ("train", "test"):
+        pq.write_table(pa.Table.from_pylist([row | {"negative_prompt": " "}] * 96), folder / f"{split}.parquet")
+    return folder
+
+
+def write_rewriter(folder: Path) -> Path:
+    """A tiny one: what a rewriter takes is not in the plan."""
+    from verl_omni.testing.tiny_text import language_model, qwen_tokenizer
+
+    tokenizer = qwen_tokenizer(["user assistant system\n"])
+    for part in (tokenizer, language_model(tokenizer)):
+        part.save_pretrained(folder)
     return folder
 
 
 def write_inputs(folder: Path) -> dict[str, str]:
-    """What the recipes take from the environment."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    prompt = 'a photograph of a street at dusk, with a shop whose sign reads "Grand Opening"'
-    row = {"data_source": "ocr", "prompt": prompt, "reward_model": {"style": "rule", "ground_truth": "Grand Opening"}}
-    for split in ("train", "test"):
-        pq.write_table(pa.Table.from_pylist([row | {"negative_prompt": " "}] * 64), folder / f"{split}.parquet")
+    """What the recipes take from the environment, whatever model they train."""
     (folder / "teacher").mkdir()
     (folder / "teacher/pytorch_lora_weights.safetensors").touch()
-    places = {"MODEL_PATH": write_model(folder / "model"), "DATA_DIR": folder, "TEACHER": folder / "teacher"}
-    return {name: str(path) for name, path in places.items()} | {"REWARD_ADDRESS": "localhost:1"}
+    return SAID | {"TEACHER": str(folder / "teacher"), "REWRITER_PATH": str(write_rewriter(folder / "rewriter"))}
+
+
+def write_model(folder: Path, kind: str) -> dict[str, str]:
+    """And what goes with the model."""
+    if not folder.is_dir():
+        folder.mkdir()
+        OF_RECIPES[kind](folder / "model")
+        write_prompts(folder / "data", kind in WITH_IMAGES)
+    return {"MODEL_PATH": str(folder / "model"), "DATA_DIR": str(folder / "data")}
 
 
 def planned(name: str, known: dict) -> str:
@@ -79,6 +92,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= write_inputs(Path(folder))
         for name in names:
+            os.environ |= write_model(Path(folder) / kind_of(name), kind_of(name))
             lines.append(planned(name, known))
             print(lines[-1], flush=True)
     if options.write:

@@ -205,7 +205,10 @@ def awm_row(m, d, i, weighting, low, high, kl=0.0, ema=0.0):
 
     def log_prob(velocity):
         e = ((velocity - target) ** 2).mean()
-        return {"uniform": -e, "t": -t * e, "t2": -t * t * e, "huber": -t * (torch.sqrt(e + 1e-10) - 1e-5)}[weighting]
+        # the last as its authors write it: a power p, divided by p, and 0 where e is
+        ghuber = -(torch.pow(e + 1e-10, 0.25) - torch.pow(torch.tensor(1e-10, dtype=e.dtype), 0.25)) * t / 0.25
+        of = {"uniform": -e, "t": -t * e, "t2": -t * t * e, "huber": -t * (torch.sqrt(e + 1e-10) - 1e-5)}
+        return {**of, "ghuber": ghuber}[weighting]
 
     v = m["velocity"][i]
     ratio = torch.exp(log_prob(v) - log_prob(d["old_velocity"][i]))

@@ -130,7 +130,7 @@ FORMULAS = {
             lambda m, d, i, weighting=weighting: cases.awm_row(m, d, i, weighting, 1e-3, 1e-3, 0.2, 0.3),
             ROWS,
         )
-        for weighting in ("uniform", "t", "t2", "huber")
+        for weighting in ("uniform", "t", "t2", "huber", "ghuber")
     },
 }
 

@@ -42,6 +42,7 @@ def test_every_algorithm_has_a_recipe_here(monkeypatch, capsys):
     assert "flow_grpo " in said(monkeypatch, capsys, "algorithms")
     ours = [row for row in algorithms.rows() if get_algorithm(row[0]).description]
     assert len(ours) >= 8 and all(row[2] in shipped() for row in ours)
+    assert {row[0]: row[2] for row in ours}["flow_grpo"] == "qwen_image_ocr"  # the plainest
 
 
 def test_a_reward_says_what_is_missing(monkeypatch):

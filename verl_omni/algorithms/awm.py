@@ -1,7 +1,8 @@
 """Advantage-Weighted Matching (arXiv 2509.25050): the flow-matching error as log-likelihood in a clipped objective.
 
 `diffusion_loss.extra`:
-    weighting     of the error over noise levels t: uniform, t, t2 (t²) or huber, t·(√(e + 1e-10) - 1e-5) (uniform)
+    weighting     of the error e over noise levels t: uniform, t, t2 (t²), huber, t·(√(e + 1e-10) - 1e-5), or ghuber,
+                  4t·((e + 1e-10)^¼ - (1e-10)^¼), with which its authors train SD3.5 (uniform)
     kl_beta       weight of the distance to the reference (0; 0 needs no reference)
     ema_kl_beta   weight of the distance to a moving average of the policy, which follows it as
                   `algorithm.old_policy_decay_schedule` says (0; 0 needs none)
@@ -37,6 +38,7 @@ WEIGHTINGS = {
     "t": lambda e, t: t * e,
     "t2": lambda e, t: t**2 * e,
     "huber": lambda e, t: t * ((e + 1e-10).sqrt() - 1e-5),
+    "ghuber": lambda e, t: 4 * t * ((e + 1e-10) ** 0.25 - 1e-10**0.25),
 }
 # setting -> the velocity whose distance it weighs
 _ANCHORS = {"kl_beta": "ref_velocity", "ema_kl_beta": "ema_velocity"}

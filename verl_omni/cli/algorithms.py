@@ -12,7 +12,8 @@ def rows() -> list[tuple[str, str, str, str]]:
     from verl_omni.algorithms.registry import get_algorithm, whole_algorithms
 
     recipes = {}
-    for name, path in shipped().items():
+    # every algorithm has one of Qwen-Image; the others are for what a model, a reward or a setting asks for
+    for name, path in sorted(shipped().items(), key=lambda recipe: not recipe[0].startswith("qwen_image")):
         for algorithm in re.findall(r"^    algorithm: (\w+)$", path.read_text(), re.MULTILINE):
             recipes.setdefault(algorithm, name)
     found = map(get_algorithm, whole_algorithms())
