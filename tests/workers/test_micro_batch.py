@@ -130,6 +130,14 @@ def test_candidates_are_whole_units():
     assert list(sizes(3, 12)) == [3, 6, 12]
 
 
+def test_a_process_that_may_take_a_part_of_the_memory_has_room_for_that(monkeypatch):
+    device, engine = PretendedDevice(2 * GIB, 0), SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(micro_batch, "get_torch_device", lambda: device)
+    assert micro_batch._room(engine) == 9 * GIB  # a tenth stays free
+    device.get_per_process_memory_fraction = lambda: 0.5
+    assert micro_batch._room(engine) == 4 * GIB
+
+
 def test_memory_follows_the_line_and_the_smallest_of_equals_is_taken():
     line = [Tried(rows, 1.0, 0.3 + 0.05 * rows, 0.25) for rows in (1, 2, 4)]
     assert expected(line, 8) == pytest.approx(0.3 + 0.05 * 8)

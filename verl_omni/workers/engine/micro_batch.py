@@ -123,4 +123,5 @@ def _room(engine: TrainingEngine, beside: float = 0.0) -> float:
         return math.inf
     device = get_torch_device()
     free, total = device.mem_get_info()
-    return max(1.0, free + device.memory_reserved() - FREE * total - beside)
+    share = getattr(device, "get_per_process_memory_fraction", lambda: 1.0)()  # where others are to have the rest
+    return max(1.0, min(free + device.memory_reserved(), share * total) - FREE * total - beside)
