@@ -2,18 +2,20 @@
 
     python -m benchmarks.fake_ranks qwen-image --ranks 8 16 64              # all weights are trained
     python -m benchmarks.fake_ranks qwen-image --ranks 8 --lora 64
+    python -m benchmarks.fake_ranks flux-dev --ranks 1 8 --lora 32          # how much slower is one of 8, a row?
     python -m benchmarks.fake_ranks --small --ranks 2 8                     # a tiny model, on a CPU
 
 torch's fake process group runs rank 0 of N with its true share of weights, gradients and optimizer, and sends nothing.
 The random weights of the other ranks are this one's again, so numbers mean nothing; memory and computing time do. Each
-step draws the rank's samples, with the whole model gathered, and trains on one denoising step of each. Further
-arguments are overrides of the training config.
+step draws the rank's samples, with the whole model gathered, and trains on one denoising step of each. The last
+update is done three times, and the middle one counts. Further arguments are overrides of the training config.
 """
 
 import argparse
 import contextlib
 import json
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,6 +30,8 @@ from benchmarks.side_by_side import NOBODY_ELSE, Turns
 MODEL, ACTOR, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GIB = 2**30
 STEPS = 3  # of which the first compiles, and the second has the optimizer's state
+TIMED = 3  # updates of the last step, of which the middle one counts
+AT_ONCE = 4  # rows in a forward, and in a backward
 
 
 def join_fake_group(ranks: int) -> None:
@@ -54,22 +58,27 @@ def own_part(output: Any, input: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def rank_settings(work: str, ranks: int, rows: int, lora: int, folder: Path) -> list[str]:
-    """Of so many ranks, each with so many samples, of which one denoising step is trained, all in one forward."""
+    """Of so many ranks, each with so many samples, of which one denoising step is trained."""
+    at_once = min(rows, AT_ONCE)
     return [
         *settings(WORKS[work], rows * ranks, folder),
         f"data.train_batch_size={ranks}", f"{ACTOR}.ppo_mini_batch_size={ranks}", f"{ROLLOUT}.n={rows}",
         f"{MODEL}.lora_rank={lora}", *([] if lora else [f"{MODEL}.target_modules=null"]),
         f"{MODEL}.enable_gradient_checkpointing=true", f"{ACTOR}.use_kl_loss=false",
-        f"{ACTOR}.first_ratio_tolerance=null", f"{ACTOR}.ppo_micro_batch_size_per_gpu={rows}",
+        f"{ACTOR}.first_ratio_tolerance=null", f"{ACTOR}.ppo_micro_batch_size_per_gpu={at_once}",
         f"{ROLLOUT}.pipeline.num_inference_steps=4", f"{ROLLOUT}.algo.sde_window_size=1",
-        f"{ROLLOUT}.max_num_seqs={rows}", f"{ROLLOUT}.compile_vae=false", f"trainer.n_gpus_per_node={ranks}",
+        f"{ROLLOUT}.max_num_seqs={at_once}", f"{ROLLOUT}.compile_vae=false", f"trainer.n_gpus_per_node={ranks}",
     ]  # fmt: skip
 
 
 def measure(
     work: str, ranks: int, rows: int, lora: int, overrides: list[str], turns: Turns = NOBODY_ELSE
 ) -> dict[str, float]:
-    """Of the last step: seconds, and peak memory in GiB, of the update and of the rollout."""
+    """Of the last step: seconds, and peak memory in GiB, of the update and of the rollout.
+
+    A rank has nobody to wait for: what `update ms a row` is more than that of a single one is what being one of many
+    costs its own GPU.
+    """
     import torch
 
     join_fake_group(ranks)
@@ -77,7 +86,7 @@ def measure(
     from verl_omni.workers.diffusion_worker import DiffusionWorker
 
     device = torch.cuda if torch.cuda.is_available() else None
-    found: dict[str, float] = {}
+    found: dict[str, float] = {"ranks": ranks, "rows": rows}
 
     @contextlib.contextmanager
     def measured(name: str) -> Iterator[None]:
@@ -103,12 +112,16 @@ def measure(
                 with measured("rollout"):
                     outputs = draw(worker, rows)
                 batch = as_batch(worker, outputs, step)
-                with measured("update"):
-                    worker.update_actor(batch)
+                took = []
+                for _ in range(TIMED if step == STEPS - 1 else 1):
+                    with measured("update"):
+                        worker.update_actor(batch)
+                    took.append(found["update s"])
+                found["update s"] = statistics.median(took)
             found.setdefault("first rollout s", found["rollout s"])
             found.setdefault("first update s", found["update s"])
             worker.release((str(step),))
-    return found
+    return found | {"update ms a row": 1e3 * found["update s"] / rows, "fastest to slowest s": [min(took), max(took)]}
 
 
 def draw(worker: Any, rows: int) -> list[Any]:
@@ -147,17 +160,23 @@ def as_batch(worker: Any, outputs: list[Any], step: int) -> Any:
     return DataProto.from_dict(small, non_tensors={"trajectory": references}, meta_info=told)
 
 
-def row(ranks: int, found: dict[str, float]) -> str:
+def row(ranks: int, found: dict[str, float], single: dict[str, float] | None) -> str:
     shown = ("held GiB", "update GiB", "update reserved GiB", "rollout GiB", "update s", "rollout s", "build s")
     figures = " | ".join(f"{found[name]:.2f}" if name in found else "" for name in shown)
-    return f"| {ranks} | {found['parameters'] / 1e9:.3f} | {figures} |"
+    ratio = f"{against(found, single):.3f}" if single else ""
+    return f"| {ranks} | {found['parameters'] / 1e9:.3f} | {figures} | {ratio} |"
+
+
+def against(found: dict[str, float], single: dict[str, float]) -> float:
+    """Seconds of a row's update, as a multiple of those of a rank that has nobody beside it."""
+    return found["update s"] / found["rows"] / (single["update s"] / single["rows"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", nargs="?", help=f"the model: {', '.join(WORKS)}")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8], help="of how many it is one (%(default)s)")
-    parser.add_argument("--rows", type=int, default=4, help="images that the rank trains on (%(default)s)")
+    parser.add_argument("--rows", type=int, default=8, help="images that the rank trains on (%(default)s)")
     parser.add_argument("--lora", type=int, default=0, help="rank of a LoRA; 0 trains all weights (%(default)s)")
     parser.add_argument("--small", action="store_true", help="a tiny model, for a CPU")
     parser.add_argument("--json", type=Path, help="write all figures here too")
@@ -166,14 +185,14 @@ def main() -> None:
     if work not in WORKS:
         parser.error(f"name the model: {', '.join(WORKS)}, or --small")
     heads = ["rank 0 of", "billion parameters", "held, GiB", "update, GiB", "reserved", "rollout, GiB", "update, s",
-             "rollout, s", "build, s"]  # fmt: skip
+             "rollout, s", "build, s", "a row, to that of a single rank"]  # fmt: skip
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|", flush=True)
     results = {}
     for ranks in options.ranks:
         given = (work, ranks, options.rows, options.lora, overrides)
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:  # a process group each
             results[ranks] = process.submit(measure, *given).result()
-        print(row(ranks, results[ranks]), flush=True)
+        print(row(ranks, results[ranks], results.get(1)), flush=True)
         if options.json:
             options.json.write_text(json.dumps({"work": work, "lora": options.lora, "rows": options.rows,
                                                 "overrides": overrides, "ranks": results}, indent=1))  # fmt: skip

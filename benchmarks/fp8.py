@@ -6,10 +6,14 @@
     python -m benchmarks.fp8 learn --out outputs/fp8    # the quickstart's task: in full, in 8 bits, corrected, pool
 
 `learn` runs each seed of each kind in a process with one thread, as many at once as there are cores. On a CPU the
-numbers are those of a GPU up to the order of sums. Runs that are there already are not repeated.
+numbers are those of a GPU up to the order of sums, and seconds are not: it emulates 8 bits. Runs that are there already
+are not repeated.
+
+`check` has one column more where torchao is installed (pip install torchao): the same product in its layers.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -22,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.learning_table import at
 from benchmarks.staleness import SCORE, quickstart_settings
 from verl_omni.utils.run_files import read_metrics
 from verl_omni.workers.engine.fp8 import product, quantised, refuse_old_gpu
@@ -38,6 +43,7 @@ SIZES = {
 SMALL = {"small": (64, 128, 256)}
 # What the tensor cores keep of a sum while they add it up (fast accumulation) is some 14 bits.
 TOLERANCE = 2.0**-7
+VALIDATIONS = 5  # of a run of `learn`, after the one at its start
 ROLLOUT, POOL = "actor_rollout_ref.rollout", "actor_rollout_ref.rollout.pool"
 FP8 = [f"{ROLLOUT}.precision=fp8"]
 KINDS = {
@@ -49,8 +55,12 @@ KINDS = {
 
 
 def check(sizes: dict[str, tuple[int, int, int]], device: str) -> dict[str, dict[str, float]]:
-    """How far the device's product is from the emulation's, as a share of its size; TFLOP/s of three ways."""
+    """How far the device's product is from the emulation's, as a share of its size; TFLOP/s of three ways or four."""
     refuse_old_gpu(device)
+    if importlib.util.find_spec("torchao") is None:
+        print("torchao is not installed: its layers are not compared")
+    elif device != "cuda":
+        print("torchao computes in 8 bits on a GPU only: its layers are not compared")
     found = {}
     compiled = torch.compile(product, dynamic=False) if device == "cuda" else product
     for name, (rows, inner, outer) in sizes.items():
@@ -68,10 +78,14 @@ def check(sizes: dict[str, tuple[int, int, int]], device: str) -> dict[str, dict
             "fp8": lambda x=x, h=held, s=scale, b=bias: product(x, h, s, b, torch.bfloat16),
             "fp8, compiled": lambda x=x, h=held, s=scale, b=bias: compiled(x, h, s, b, torch.bfloat16),
         }
+        if layer := torchaos(weight, bias, device):
+            ways["torchao, compiled"] = lambda x=x, layer=layer: layer(x)
         own = [ways[way]()[:: max(1, rows // 64)].double().cpu() for way in ("fp8", "fp8, compiled")]
+        theirs = layer(x)[:: max(1, rows // 64)].double().cpu() if layer else None
         found[name] = {
             "off emulation": max(((o - emulated).norm() / emulated.norm()).item() for o in own),
             "off float64": ((own[0] - exact).norm() / exact.norm()).item(),
+            **({"torchao off float64": ((theirs - exact).norm() / exact.norm()).item()} if layer else {}),
             **{way: 2e-12 * rows * inner * outer / seconds(call, device) for way, call in ways.items()},
         }
         print(f"{name:34}" + "".join(f"  {k} {v:.4g}" for k, v in found[name].items()), flush=True)
@@ -79,6 +93,24 @@ def check(sizes: dict[str, tuple[int, int, int]], device: str) -> dict[str, dict
     if worst > TOLERANCE:
         sys.exit(f"error: the product in 8 bits is off by {worst:.2g} of its size, more than {TOLERANCE:.2g}")
     return found
+
+
+def torchaos(weight: torch.Tensor, bias: torch.Tensor, device: str) -> torch.nn.Module | None:
+    """A layer in torchao's 8 bits with a scale a row, as ours has; None where torchao is not installed, or there is no
+    GPU: it emulates nothing."""
+    if importlib.util.find_spec("torchao") is None or device != "cuda":
+        return None
+    layer = torch.nn.Linear(weight.shape[1], weight.shape[0], device=device, dtype=torch.bfloat16)
+    layer.load_state_dict({"weight": weight, "bias": bias})
+    with_torchao(layer.requires_grad_(False))
+    return torch.compile(layer, dynamic=False)
+
+
+def with_torchao(module: torch.nn.Module, chosen: Callable[[torch.nn.Module, str], bool] | None = None) -> None:
+    """Its linear layers, or those that are chosen, in torchao's 8 bits."""
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+
+    quantize_(module, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()), chosen)
 
 
 def seconds(call: Callable, device: str, times: int = 20) -> float:
@@ -98,13 +130,13 @@ def train(folder: Path, kind: str, seed: int, steps: int) -> None:
     local_trainer(local_config([
         *quickstart_settings(folder.parent), *KINDS[kind],
         f"trainer.default_local_dir={folder}", f"trainer.total_training_steps={steps}",
-        f"trainer.test_freq={steps // 2}", "trainer.save_freq=0", "trainer.resume_mode=disable",
+        f"trainer.test_freq={max(1, steps // VALIDATIONS)}", "trainer.save_freq=0", "trainer.resume_mode=disable",
         *(f"{name}={seed}" for name in ("trainer.seed", "data.seed", f"{ROLLOUT}.seed")),
     ])).fit()  # fmt: skip
 
 
-def run(out: Path, kind: str, seed: int, steps: int) -> list[float]:
-    """A whole run in a process of its own; the held-out scores at its start, middle and end."""
+def run(out: Path, kind: str, seed: int, steps: int) -> dict[str, list[dict[str, float]]]:
+    """A whole run in a process of its own; its held-out scores, after so many steps and seconds of training."""
     folder = out / f"{list(KINDS).index(kind)}_{seed}_{steps}"
     if not (folder / "report.html").exists():
         given = ["learn", f"--out={out}", f"--one={folder}", f"--kind={kind}", f"--seed={seed}", f"--steps={steps}"]
@@ -112,22 +144,37 @@ def run(out: Path, kind: str, seed: int, steps: int) -> list[float]:
             command = [sys.executable, "-m", "benchmarks.fp8", *given]
             subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log, check=True)
         print(f"{kind}, seed {seed} ...", file=sys.stderr, flush=True)
-    return [row["data"][SCORE] for row in read_metrics(folder / "metrics.jsonl") if SCORE in row["data"]]
+    points, seconds = [], 0.0
+    for row in read_metrics(folder / "metrics.jsonl"):
+        seconds += row["data"].get("timing_s/step", 0.0)
+        if SCORE in row["data"]:
+            points.append({"step": row["step"], "seconds": seconds, "score": row["data"][SCORE]})
+    return {"points": points}
 
 
-def learn(options: argparse.Namespace) -> dict[str, list[list[float]]]:
+def learn(options: argparse.Namespace) -> dict[str, list[dict[str, list[dict[str, float]]]]]:
     from verl_omni.quickstart.data import write_data
 
     write_data(options.out)
     with ThreadPoolExecutor(options.at_once) as pool:
         runs = {k: [pool.submit(run, options.out, k, s, options.steps) for s in range(options.seeds)] for k in KINDS}
         found = {kind: [one.result() for one in own] for kind, own in runs.items()}
-    heads = ["images of training", "before", f"after {options.steps // 2} steps", f"after {options.steps}", "each seed"]
-    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
-    for kind, scores in found.items():
-        means = " | ".join(f"{statistics.mean(column):.3f}" for column in zip(*scores, strict=True))
-        print(f"| {kind} | {means} | {' '.join(f'{one[-1]:.3f}' for one in scores)} |")
+    print(by(found, "step", "after {:.0f} steps"))
+    print("\n" + by(found, "seconds", "after {:.0f} s of training"))
     return found
+
+
+def by(found: dict[str, list[dict[str, list[dict[str, float]]]]], axis: str, head: str) -> str:
+    """Mean scores at the start and at each third of what the shortest run has of steps or seconds; each seed's last."""
+    last = min(run["points"][-1][axis] for runs in found.values() for run in runs)
+    places = [last * third / 3 for third in range(4)]
+    heads = ["images of training", *(head.format(place) for place in places), "each seed at last"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for kind, runs in found.items():
+        scores = [[at(run, axis, place) for place in places] for run in runs]
+        means = " | ".join(f"{statistics.mean(column):.3f}" for column in zip(*scores, strict=True))
+        lines.append(f"| {kind} | {means} | {' '.join(f'{one[-1]:.3f}' for one in scores)} |")
+    return "\n".join(lines)
 
 
 def images(out: Path, count: int = 8) -> dict[str, float]:

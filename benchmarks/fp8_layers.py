@@ -3,12 +3,15 @@
     python -m benchmarks.fp8_layers --out outputs/fp8_layers            # needs a GPU: some 60 s
     python -m benchmarks.fp8_layers --out outputs/fp8_layers --small    # the same calls on a CPU
 
+Where torchao is installed (pip install torchao), one line more has all of them in its layers, in place of ours.
+
 Forwards of 22 rows without a gradient, as in a rollout of 512 x 512 with 205 tokens of text. Two blocks with a second
 attention and two without stand for the model's 13 and 11. The last line is the fastest list, as a setting of a run.
 """
 
 import argparse
 import functools
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +36,17 @@ LISTS: dict[str, list[str]] = {
 RATE = "model ms"
 
 
-def measure(modules: list[str], small: bool, turns: Turns) -> dict[str, Any]:
+def measure(modules: list[str], small: bool, torchao: bool, turns: Turns) -> dict[str, Any]:
     """Milliseconds of each of the blocks, and of the model's 24 by that."""
     import contextlib
 
     import torch
     from diffusers import SD3Transformer2DModel
 
-    from benchmarks.fp8 import seconds
+    from benchmarks.fp8 import seconds, with_torchao
     from verl_omni.workers.engine.compile.blocks import compile_blocks, repeated_blocks
     from verl_omni.workers.engine.compile.fused_gelu import fuse_gelu
-    from verl_omni.workers.engine.fp8 import Fp8Layers
+    from verl_omni.workers.engine.fp8 import Fp8Layers, chosen_layers
 
     device, dtype = ("cpu", torch.float32) if small else ("cuda", torch.bfloat16)
     rows, side = (2, 8) if small else (22, 64)
@@ -66,9 +69,14 @@ def measure(modules: list[str], small: bool, turns: Turns) -> dict[str, Any]:
         for hook in hooks:
             hook.remove()
         if not small:
-            fuse_gelu(transformer)
+            if not torchao:  # whose layers are not what it multiplies
+                fuse_gelu(transformer)
             compile_blocks({"transformer": transformer})
-        layers = Fp8Layers([transformer], modules, torch.device(device), dtype) if modules else None
+        if torchao:
+            chosen = [one for block in repeated_blocks(transformer) for one, _ in chosen_layers(block, modules)]
+            with_torchao(transformer, lambda module, _: module in chosen)
+        own = modules and not torchao
+        layers = Fp8Layers([transformer], modules, torch.device(device), dtype) if own else None
         if layers:
             layers.hold(fold=False)
 
@@ -91,9 +99,13 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a tiny model, on a CPU")
     options = parser.parse_args()
     import_everything()
-    settings = [Setting(name, 16.0, measure, (modules, options.small)) for name, modules in LISTS.items()]
+    settings = [Setting(name, 16.0, measure, (modules, options.small, False)) for name, modules in LISTS.items()]
+    if options.small or importlib.util.find_spec("torchao") is None:
+        print("torchao computes on a GPU only" if options.small else "torchao is not installed", "and is not compared")
+    else:
+        settings.append(Setting("all, by torchao", 16.0, measure, (LISTS["all"], False, True)))
     found = run_all(settings, options.out, 120.0, 300.0, at_once=6)
-    timed = {name: figures[RATE] for name, figures in found.items() if RATE in figures and LISTS[name]}
+    timed = {name: figures[RATE] for name, figures in found.items() if RATE in figures and LISTS.get(name)}
     if not timed:
         raise SystemExit(f"error: nothing could be measured: see {options.out / 'logs'}")
     print(f"actor_rollout_ref.actor.engine.fp8_modules=[{','.join(LISTS[min(timed, key=timed.get)])}]")

@@ -1,6 +1,7 @@
-"""Where the device's time goes in an update alone: one more `update_actor` of a benchmark's work, under the profiler.
+"""Where the device's time goes in a part of a step: an update, or what the VAE decodes, under the profiler.
 
     python -m benchmarks.profile_update sd35m --images 44 --out outputs/update
+    python -m benchmarks.profile_update wan-1.3b --images 8 --part decode --out outputs/vae
     python -m benchmarks.profile_update tiny-sd3 --images 8 --out outputs/update     # on a CPU
 
 Writes profile.txt (kinds of kernels, the longest, gaps) and a trace. Further arguments are overrides of the config.
@@ -13,11 +14,16 @@ from pathlib import Path
 from benchmarks.run import WORKS, settings
 from benchmarks.side_by_side import NOBODY_ELSE, Turns
 
+PARTS = ("update", "decode")
+
 
 def profiled(
-    work: str, images: int, out: Path, overrides: list[str], turns: Turns = NOBODY_ELSE
+    work: str, images: int, out: Path, overrides: list[str], turns: Turns = NOBODY_ELSE, part: str = "update"
 ) -> dict[str, float]:
-    """Seconds of the third step's stages, whose update is profiled: the first two compile, and fill the caches."""
+    """Seconds of the third step's stages, of which a part is profiled: the first two compile, and fill the caches.
+
+    Of several calls of the VAE it is the first.
+    """
     from verl_omni.perf.step_profile import StepProfile
     from verl_omni.testing.local_trainer import local_config, local_trainer
 
@@ -25,19 +31,24 @@ def profiled(
         given = [*settings(WORKS[work], images, Path(folder)), "trainer.total_training_steps=3", *overrides]
         with turns.together():
             trainer = local_trainer(local_config(given))
-            pace, update = trainer.new_pace(), trainer.actor_wg.update_actor
+            pace = trainer.new_pace()
             for _ in range(2):
                 trainer.training_step(pace, {})
                 trainer.global_step += 1
 
-        def watched(batch):
-            profile = StepProfile(trainer.actor_wg.engine.device)
+        group = trainer.actor_wg
+        owner, name = (group, "update_actor") if part == "update" else (group.worker.rollout, "_decode")
+        called = getattr(owner, name)
+
+        def watched(*given):
+            setattr(owner, name, called)
+            profile = StepProfile(group.engine.device)
             profile.start()
-            answer = update(batch)
+            answer = called(*given)
             profile.stop(out)
             return answer
 
-        trainer.actor_wg.update_actor = watched
+        setattr(owner, name, watched)
         timing: dict[str, float] = {}
         with turns.alone():
             trainer.training_step(pace, timing)
@@ -49,10 +60,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", choices=list(WORKS))
     parser.add_argument("--images", type=int, help="images a step; else the benchmark's own")
+    parser.add_argument("--part", choices=PARTS, default="update", help="what is profiled (%(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="folder for the profile")
     options, overrides = parser.parse_known_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    print(profiled(options.work, options.images or WORKS[options.work].images, options.out, overrides))
+    images = options.images or WORKS[options.work].images
+    print(profiled(options.work, images, options.out, overrides, part=options.part))
 
 
 if __name__ == "__main__":

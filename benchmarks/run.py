@@ -1,6 +1,7 @@
 """Time the real training step: build a model of the real size with random weights, train it, print a table.
 
     python -m benchmarks.run sd35m            # SD3.5-medium, one GPU
+    python -m benchmarks.run sd35m --runs 2 --steps 1 --warm-up 1    # how long its second start takes
     python -m benchmarks.run qwen-image       # Qwen-Image 20B, one GPU
     python -m benchmarks.run flux-dev flux2-klein z-image wan-1.3b   # the others, few images: do they run, how fast
     python -m benchmarks.run ltx2 wan-ti2v-5b --images 8             # videos, with and without sound
@@ -16,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +28,7 @@ ATTENTION = (
     "[attn.add_k_proj,attn.add_q_proj,attn.add_v_proj,attn.to_add_out,attn.to_k,attn.to_out.0,attn.to_q,attn.to_v]"
 )
 MODEL_STAGES = ("gen_denoise", "gen_decode", "ref", "update_actor")  # the rest of a step is neither transformer nor VAE
+COMPILING = "perf/compiling_s"
 STAGES = (
     *("gen", "gen_wake", "gen_weights", "gen_encode", "gen_denoise", "gen_decode", "gen_sleep", "gen_rewards"),
     *("ref", "old_log_prob", "reward", "update_actor", "step"),
@@ -196,17 +199,32 @@ def measure(
             *([f"trainer.profile_step={steps + warm_up + 1}"] if profile else []),
             *overrides,
         ]  # fmt: skip
-        subprocess.run(command, check=True)
-        lines = [entry["data"] for entry in read_metrics(Path(folder) / "run/metrics.jsonl")]
+        metrics = Path(folder) / "run/metrics.jsonl"
+        to_first_step = trained(command, metrics)
+        lines = [entry["data"] for entry in read_metrics(metrics)]
         if profile:
             print(f"\nprofile of one step of {name}\n" + (Path(folder) / "run/profile.txt").read_text())
     first, timed = lines[0], lines[warm_up : warm_up + steps]
     result = {k: statistics.mean(line[k] for line in timed) for k in timed[0] if all(k in line for line in timed)}
     result |= {f"first {stage}": first[f"timing_s/{stage}"] for stage in STAGES if f"timing_s/{stage}" in first}
+    result |= {"command to first step": to_first_step, "compiling": sum(line.get(COMPILING, 0.0) for line in lines)}
     result["slowest"] = max(line["timing_s/step"] for line in timed)
     result["fastest"] = min(line["timing_s/step"] for line in timed)
     result["actor/first_ratio_max_dev"] = max(line["actor/first_ratio_max_dev"] for line in lines)
     return result
+
+
+def trained(command: list[str], metrics: Path) -> float:
+    """Seconds until the first step of a run was over, once the whole of it is."""
+    began, first = time.perf_counter(), None
+    with subprocess.Popen(command) as process:
+        while process.poll() is None:
+            if first is None and metrics.exists() and read_metrics(metrics):
+                first = time.perf_counter() - began
+            time.sleep(0.1)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return first or time.perf_counter() - began
 
 
 def write_prompts(path: Path, images: bool = False, negative: bool = True) -> Path:
@@ -249,6 +267,10 @@ def table(name: str, result: dict[str, float]) -> str:
     )
     first = ", ".join(f"{k.removeprefix('first ')} {v:.1f}" for k, v in result.items() if k.startswith("first "))
     lines.append(f"  first step, with compiling, in s: {first}")
+    lines.append(
+        f"  from the command to the end of its first step {result['command to first step']:.0f} s; the worker waited "
+        f"{result['compiling']:.1f} s for the compiler in all steps"
+    )
     return "\n".join(lines)
 
 
@@ -303,7 +325,9 @@ def main() -> None:
             if options.json:
                 options.json.write_text(json.dumps(results, indent=1))
         rates = [f"{run['perf/total_num_images'] / run['timing_s/step']:.3f}" for run in runs]
-        print(f"{name}: {len(runs)} runs, images/s: {', '.join(rates)}\n", flush=True)
+        starts = [f"{run['command to first step']:.0f} ({run['compiling']:.0f} for the compiler)" for run in runs]
+        print(f"{name}: {len(runs)} runs, images/s: {', '.join(rates)}")
+        print(f"{name}: s from the command to the end of its first step: {', '.join(starts)}\n", flush=True)
     if len(names) > 1:
         print(overview(results), flush=True)
     if not all(results.values()):

@@ -5,15 +5,18 @@
     python -m benchmarks.scale --few-layers --out found          # real widths, few layers, on a CPU: does it all fit?
     python -m benchmarks.scale --small --out found               # tiny models through the same code, on a CPU
 
-words: the generator of that task, which is made while the others compile. models: architectures at their size. fp8:
-rollouts in 8 bits, and the same without. ranks: one rank of many (benchmarks.fake_ranks), and one rank of one beside
-it. veomni: its update beside FSDP2's. plan: settings for the table of docs/plan.md (benchmarks.plan_check --json
-found/plan.json). offload: all weights of the largest model whose optimizer fits into the host. sizes: large images.
-video: a long one. update: a micro-batch that the run finds, and profiles. again: what docs/performance.md has already.
+words, signs: the generators of those tasks, which are made while the others compile. models: architectures at their
+size. fp8: rollouts in 8 bits, and the same without. ranks: one rank of many (benchmarks.fake_ranks), and one of one
+beside it. veomni: its update beside FSDP2's. plan: settings for the table of docs/plan.md. offload: all weights of the
+largest model whose optimizer fits into the host. sizes: large images, small groups, many steps. video: a long one.
+update: a micro-batch that the run finds, and profiles. again: what docs/performance.md has already.
 
 Settings compile beside each other and are timed alone (benchmarks.side_by_side). Figures are in found/found.json after
 each, what each printed in found/logs. The same command again measures what is missing there. It ends with an error
-where a setting has no figures.
+where a setting has no figures. Then, without a GPU, into the tables of docs, where they stay:
+
+    python -m benchmarks.scale --out found --write docs/performance.md docs/plan.md
+    python -m benchmarks.plan_check --json found/plan.json --write docs/plan.md
 """
 
 import argparse
@@ -25,27 +28,29 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import fake_ranks, models
-from benchmarks.plan_check import CASES, LARGEST
+from benchmarks import fake_ranks, measured, models, scale_tables
+from benchmarks.plan_check import CASES, LARGEST, Case
 from benchmarks.side_by_side import Setting, Turns, run_all
-from benchmarks.sweep import at_once, import_everything, measure, square, two_steps
+from benchmarks.sweep import import_everything, square, two_steps
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-BLOCKS = [f"{ROLLOUT}.gather=blocks"]
-FOLDED = [f"{ACTOR}.engine.fold_lora=true", f"{ACTOR}.engine.compile_ahead=true"]
 VEOMNI = [f"{ACTOR}.strategy=veomni"]
 FP8 = [f"{ROLLOUT}.precision=fp8"]
+CORRECTED = "algorithm.rollout_correction.rollout_is=step"
 REFERENCE_FP8 = "actor_rollout_ref.ref.precision=fp8"
 ON_A_CPU = [
-    f"{ROLLOUT}.pipeline.num_inference_steps=3", f"{ACTOR}.engine.use_torch_compile=false",
+    f"{ROLLOUT}.pipeline.num_inference_steps=4", f"{ACTOR}.engine.use_torch_compile=false",
     f"{ACTOR}.engine.compile_ahead=false", f"{ACTOR}.engine.dtype=bfloat16",
 ]  # fmt: skip
+UNTOLD = ("words", "signs")  # their figures go with the models that they make
 VIDEOS = ("wan", "ltx2")
 SMALLER = {"small": (32, 4), "few layers": (64, 2)}  # pixels, which the real VAEs divide, and images
 
 
-def rank(name: str, gib: float, work: str, ranks: int, lora: int, overrides: list[str]) -> Setting:
-    return Setting(name, gib, fake_ranks.measure, (work, ranks, 4, lora, overrides))
+def rank(
+    name: str, gib: float, work: str, ranks: int, lora: int, overrides: list[str], rows: int = 8
+) -> Setting:
+    return Setting(name, gib, fake_ranks.measure, (work, ranks, rows, lora, overrides))
 
 
 def step(name: str, gib: float, work: str, images: int, overrides: list[str]) -> Setting:
@@ -54,38 +59,40 @@ def step(name: str, gib: float, work: str, images: int, overrides: list[str]) ->
 
 def metrics(work: str, images: int, overrides: list[str], turns: Turns) -> dict[str, Any]:
     """Of the second step of a run without Ray."""
-    found = two_steps(work, images, overrides, turns)[1]
+    trainer, found = two_steps(work, images, overrides, turns)
     shown = ("timing_s/", "perf/", "first step", "build", "actor/first_ratio_max_dev", "actor/rollout_ratio")
-    kept = {name: value for name, value in found.items() if name.startswith(shown)}
+    kept = {name: value for name, value in found.items() if name.startswith((*shown, "rollout_corr/"))}
+    stages = sum(found.get(f"timing_s/{stage}", 0.0) for stage in ("gen", "ref", "reward", "update_actor"))
     return kept | {"images/s": images / found["timing_s/step"], "peak GiB": found.get("perf/max_memory_allocated_gb"),
-                   "step s": found["timing_s/step"]}  # fmt: skip
+                   "step s": found["timing_s/step"], "stages s": stages, "images": images,
+                   "attention": trainer.actor_wg.engine.attention}  # fmt: skip
 
 
-def of_plan(case: Any, gib: float) -> Setting:
-    return Setting(f"plan: {case.work}: {case.name}", gib, peak_and_seconds, (case.work, case.images, case.overrides))
+def of_plan(case: Case, gib: float) -> Setting:
+    if case.ranks:
+        return rank(case.title, gib, case.work, case.ranks, case.lora, case.overrides, case.images)
+    return step(case.title, gib, case.work, case.images, case.overrides)
 
 
-def peak_and_seconds(work: str, images: int, overrides: list[str], turns: Turns) -> dict[str, float]:
-    timed = measure(work, images, overrides, None, turns)
-    seconds = sum(timed.get(stage, 0.0) for stage in ("gen", "ref", "reward", "update_actor"))
-    return {"peak GiB": timed["allocated"], "step s": seconds}
+def named(work: str, name: str, gib: float) -> Setting:
+    return of_plan(next(case for case in CASES if (case.work, case.name) == (work, name)), gib)
 
 
-def profile(gib: float, work: str, images: int) -> Setting:
-    return Setting(f"profile of an update: {work}", gib, profiled, (work, images, []))
+def profile(gib: float, work: str, images: int, part: str = "update") -> Setting:
+    return Setting(f"profile of {part}: {work}", gib, profiled, (work, part, images, []))
 
 
-def profiled(work: str, images: int, overrides: list[str], turns: Turns) -> dict[str, float]:
+def profiled(work: str, part: str, images: int, overrides: list[str], turns: Turns) -> dict[str, float]:
     """Seconds of the stages; the profile is in the log, and a trace beside the figures."""
     from benchmarks import profile_update
 
-    out = turns.folder / "profiles" / work
+    out = turns.folder / "profiles" / f"{work}_{part}"
     out.mkdir(parents=True, exist_ok=True)
-    return profile_update.profiled(work, images, out, overrides, turns)
+    return profile_update.profiled(work, images, out, overrides, turns, part)
 
 
-def generator(task: str, seconds: float) -> Setting:
-    return Setting(f"the generator of {task}", 12, make, (task, seconds, False), 2 * seconds + 200)
+def generator(task: str, gib: float, seconds: float) -> Setting:
+    return Setting(f"the generator of {task}", gib, make, (task, seconds, False), 2 * seconds + 200)
 
 
 def make(task: str, seconds: float, small: bool, turns: Turns) -> dict[str, Any]:
@@ -110,61 +117,71 @@ def make(task: str, seconds: float, small: bool, turns: Turns) -> dict[str, Any]
 
 
 AWAY = [case for case in CASES if LARGEST in case.name]
-OPEN = [case for case in CASES if case.peak is None and case.ranks == 1 and case not in AWAY]
 # The memory is what `plan` says and a tenth and some GiB more, for gaps between tensors: what needs more ends.
 GROUPS: dict[str, list[Setting]] = {
-    "words": [generator("words", 240.0)],
+    "words": [generator("words", 12, 240.0)],
     "models": [
-        step("wan-ti2v-5b", 80, "wan-ti2v-5b", 4, []),
-        step("glm-image", 32, "glm-image", 16, []),
-        step("flux2-dev", 78, "flux2-dev", 8, []),
-        step("qwen-image-edit", 81, "qwen-image-edit", 4, []),
+        named("wan-ti2v-5b", "LoRA, micro-batch 4, 49 frames", 80),
+        named("glm-image", "LoRA, micro-batch 4", 32),
+        named("flux2-dev", "LoRA, micro-batch 4, checkpointing", 78),
+        named("qwen-image-edit", "LoRA, micro-batch 2, checkpointing", 81),
     ],
     "fp8": [
         step("sd35m, 88 images, rollout and reference in 8 bits", 84, "sd35m", 88, [*FP8, REFERENCE_FP8]),
         step("z-image, fp8", 40, "z-image", 16, FP8),
+        step("z-image, fp8, corrected", 40, "z-image", 16, [*FP8, CORRECTED]),
         step("flux-dev, fp8", 62, "flux-dev", 16, FP8),
-        step("z-image", 40, "z-image", 16, []),
-        step("flux-dev", 62, "flux-dev", 16, []),
+        named("z-image", "LoRA, micro-batch 4", 40),
+        named("flux-dev", "LoRA, micro-batch 4", 62),
         step("wan-1.3b, fp8", 61, "wan-1.3b", 16, FP8),
-        step("wan-1.3b", 61, "wan-1.3b", 16, []),
+        named("wan-1.3b", "LoRA, micro-batch 4, 17 frames", 61),
     ],
     "ranks": [
-        rank("Qwen-Image, full, rank 0 of 16, by blocks", 36, "qwen-image", 16, 0, BLOCKS),
-        rank("Qwen-Image, full, rank 0 of 64, by blocks", 24, "qwen-image", 64, 0, BLOCKS),
-        rank("FLUX.1-dev, LoRA, folded, rank 0 of 8", 40, "flux-dev", 8, 32, FOLDED),
-        rank("FLUX.1-dev, LoRA, folded, rank 0 of 1", 68, "flux-dev", 1, 32, FOLDED),
-        rank("FLUX.1-dev, LoRA, folded, rank 0 of 8 in two copies", 40, "flux-dev", 8, 32,
-             [*FOLDED, f"{ACTOR}.fsdp_config.fsdp_size=4"]),
-        rank("Qwen-Image, full, rank 0 of 8, by blocks", 60, "qwen-image", 8, 0, BLOCKS),
+        named("flux-dev", "LoRA, folded, rank 0 of 8", 40),
+        named("flux-dev", "LoRA, folded, rank 0 of 1", 68),
+        named("qwen-image", "full, rank 0 of 16, by blocks", 36),
+        named("qwen-image", "full, rank 0 of 64, by blocks", 24),
+        named("flux-dev", "LoRA, folded, rank 0 of 8 in two copies", 40),
+        named("qwen-image", "full, rank 0 of 8, by blocks", 60),
     ],
     "veomni": [
-        rank("Qwen-Image, LoRA, rank 0 of 8, FSDP2", 62, "qwen-image", 8, 64, []),
-        rank("Qwen-Image, LoRA, rank 0 of 8, VeOmni", 62, "qwen-image", 8, 64, VEOMNI),
-        rank("Qwen-Image, full, rank 0 of 8, VeOmni", 94, "qwen-image", 8, 0, VEOMNI),
+        named("qwen-image", "LoRA, rank 0 of 8", 62),
+        rank("qwen-image: LoRA, rank 0 of 8, VeOmni", 62, "qwen-image", 8, 64, VEOMNI),
+        rank("qwen-image: full, rank 0 of 8, VeOmni", 94, "qwen-image", 8, 0, VEOMNI),
     ],
-    "plan": [of_plan(case, gib) for case, gib in zip(OPEN, (34, 48, 78, 68, 50, 62, 95, 86, 72), strict=True)],
+    "plan": [
+        named("sd35m", "full, micro-batch 16, checkpointing, offload", 34),
+        named("flux-dev", "LoRA, micro-batch 8, checkpointing", 48),
+        named("flux2-klein", "full, micro-batch 4, checkpointing", 78),
+        named("z-image", "LoRA, micro-batch 8", 68),
+        named("wan-1.3b", "full, micro-batch 2, checkpointing", 50),
+        named("sd35m", "LoRA, micro-batch 8, 1024 x 1024", 62),
+        named("sd35m", "full, micro-batch 8, not compiled", 95),
+        named("qwen-image", "LoRA, micro-batch 4, 1024 x 1024, checkpointing", 86),
+        named("z-image", "full, micro-batch 4, checkpointing, offload", 72),
+    ],
     "offload": [of_plan(case, gib) for case, gib in zip(AWAY, (118, 100), strict=True)],
     "sizes": [
-        step("sd35m, 1024 x 1024", 60, "sd35m", 16, [*square(1024), *at_once(8)]),
-        step("sd35m, 2048 x 2048", 60, "sd35m", 4, [*square(2048), *at_once(2)]),
+        named("sd35m", "micro-batch 8, 1024 x 1024, 10 steps", 60),
+        named("sd35m", "micro-batch 2, 2048 x 2048, 10 steps", 60),
+        named("sd35m", "11 groups of 4 images", 84),
+        named("sd35m", "44 images, 20 steps", 84),
     ],
-    "video": [
-        step("wan2.2, 81 frames", 118, "wan2.2", 2,
-             [f"{ROLLOUT}.pipeline.num_frames=81", f"{ROLLOUT}.pipeline.num_inference_steps=2",
-              f"{ROLLOUT}.algo.sde_window_size=1", f"{ROLLOUT}.pipeline.guidance_scale=1",
-              f"{ROLLOUT}.vae_tiling=true"]),
-    ],
+    "video": [named("wan2.2", "81 frames, 2 steps without CFG, tiled VAE", 118)],
     "update": [
         step("sd35m, 88 images, micro-batch auto", 100, "sd35m", 88, [f"{ACTOR}.ppo_micro_batch_size_per_gpu=auto"]),
         profile(84, "sd35m", 44),
         profile(61, "wan-1.3b", 8),
+        profile(61, "wan-1.3b", 8, "decode"),
     ],
+    "signs": [generator("signs", 48, 300.0)],
     "again": [
-        step("sd35m, 88 images", 84, "sd35m", 88, []),
-        step("qwen-image", 118, "qwen-image", 32, []),
-        step("sd35-large", 36, "sd35-large", 16, []),
-        step("wan2.2", 76, "wan2.2", 2, []),
+        named("sd35m", "the same, 88 images", 84),
+        named("qwen-image", "LoRA, micro-batch 8, 10 steps", 118),
+        named("flux2-klein", "LoRA, micro-batch 4", 30),
+        named("sd35-large", "LoRA, micro-batch 4", 36),
+        named("wan2.2", "LoRA, micro-batch 1, 33 frames of 480 x 832, checkpointing", 76),
+        named("ltx2", "LoRA, micro-batch 4, 49 frames with sound, checkpointing", 95),
     ],
 }  # fmt: skip
 
@@ -181,13 +198,24 @@ def on_a_cpu(setting: Setting, size: str) -> Setting:
     if setting.work is fake_ranks.measure:
         given = (work, middle[0], 2, min(middle[2], 4), less)
     else:
-        given = (work, min(middle[0], images), less)
+        given = (work, *middle[:-1], min(middle[-1], images), less)
     return Setting(name, 1.0, smaller, (setting.work, size, given), setting.seconds)
 
 
 def smaller(work: Any, size: str, given: tuple, turns: Turns) -> dict[str, Any]:
     with models.in_miniature() if size == "small" else models.in_few_layers():
         return work(*given, turns)
+
+
+def titles() -> dict[str, list[str]]:
+    """Of each group the names of its settings."""
+    return {group: [setting.name for setting in settings] for group, settings in GROUPS.items()}
+
+
+def of_docs(found: dict[str, Any]) -> dict[str, measured.Figures]:
+    """What was found at its real size: of tiny models and of few layers nothing is kept."""
+    names = {name for group, of_group in titles().items() if group not in UNTOLD for name in of_group}
+    return {name: figures for name, figures in found.items() if name in names and "error" not in figures}
 
 
 def main() -> None:
@@ -201,21 +229,26 @@ def main() -> None:
     parser.add_argument("--small", action="store_const", dest="size", const="small", help="tiny models, for a CPU")
     parser.add_argument("--few-layers", action="store_const", dest="size", const="few layers",
                         help="real widths and few layers, for a CPU with 24 GiB, one at a time")  # fmt: skip
+    parser.add_argument("--write", type=Path, nargs="+", metavar="DOCUMENT",
+                        help="measure nothing: keep the figures of --out for good, and fill tables")  # fmt: skip
     options = parser.parse_args()
+    if options.write:
+        there = measured.keep(of_docs(json.loads((options.out / "found.json").read_text())))
+        for document in options.write:
+            document.write_text(scale_tables.filled(document.read_text(), there, titles()))
+        return
     if unknown := set(options.groups) - set(GROUPS):
         parser.error(f"no such group: {', '.join(unknown)}; there are {', '.join(GROUPS)}")
-    named = [setting for group in options.groups or GROUPS for setting in GROUPS[group]]
-    named = [s for s in named if not options.only or any(part in s.name for part in options.only)]
-    if not named:
+    asked = [setting for group in options.groups or GROUPS for setting in GROUPS[group]]
+    asked = [s for s in asked if not options.only or any(part in s.name for part in options.only)]
+    if not asked:
         parser.error("--only: no setting is called so")
     began = time.monotonic()
     import_everything(count_flops=True)
-    settings = [on_a_cpu(s, options.size) for s in named] if options.size else named
+    settings = [on_a_cpu(s, options.size) for s in asked] if options.size else asked
     found = run_all(settings, options.out, options.memory, options.minutes * 60 - (time.monotonic() - began),
                     options.at_once)  # fmt: skip
-    planned = {name.removeprefix("plan: "): [figures["peak GiB"], figures["step s"]]
-               for name, figures in found.items() if name.startswith("plan: ") and "error" not in figures}  # fmt: skip
-    (options.out / "plan.json").write_text(json.dumps(planned, indent=1))
+    (options.out / "plan.json").write_text(json.dumps(of_docs(found), indent=1))
     if missing := [setting.name for setting in settings if "error" in found[setting.name]]:
         sys.exit(f"error: without figures: {'; '.join(missing)}: see {options.out / 'logs'}, and call again")
 

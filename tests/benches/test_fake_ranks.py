@@ -1,9 +1,12 @@
 """One rank of many computes with its own part, and is compared with a plan in what it computes alone."""
 
+import types
+from contextlib import contextmanager
+
 import pytest
 import torch
 
-from benchmarks import plan_check
+from benchmarks import fake_ranks, plan_check
 from benchmarks.fake_ranks import own_part
 from verl_omni.perf import rates
 
@@ -26,3 +29,36 @@ def test_of_many_ranks_what_they_send_is_not_compared(monkeypatch, tmp_path):
     )
     _, seconds = plan_check.planned(case, tmp_path, {})
     assert 0 < seconds < 1
+
+
+def test_of_three_updates_the_middle_one_counts(monkeypatch):
+    """The one before it compiles, and the ones beside it were held up, or were not."""
+    seconds = iter([50.0, 20.0, 1.0, 9.0, 2.0])  # of the first two steps, and of the last
+    clock = [0.0]
+
+    class Worker:
+        def __init__(self, config):
+            self.engine = types.SimpleNamespace(module=types.SimpleNamespace(parameters=lambda: []))
+
+        def init_model(self): ...
+
+        def update_actor(self, batch):
+            clock[0] += next(seconds)
+
+        def release(self, names): ...
+
+    @contextmanager
+    def nobody(*given):
+        yield
+
+    monkeypatch.setattr("verl_omni.workers.diffusion_worker.DiffusionWorker", Worker)
+    monkeypatch.setattr("verl_omni.testing.local_trainer.local_config", lambda given: None)
+    monkeypatch.setattr(fake_ranks.time, "perf_counter", lambda: clock[0])
+    for name in ("join_fake_group", "draw", "as_batch"):
+        monkeypatch.setattr(fake_ranks, name, lambda *given: None)
+    turns = types.SimpleNamespace(together=nobody, alone=nobody)
+    found = fake_ranks.measure("tiny-qwen-image", 8, 8, 0, [], turns)
+    assert found["update s"] == 2.0 and found["fastest to slowest s"] == [1.0, 9.0] and found["first update s"] == 50.0
+    single = {"update s": 1.0, "rows": 8}
+    assert fake_ranks.against(found, single) == 2.0 and fake_ranks.against(single, single) == 1.0
+    assert found["update ms a row"] == 250.0 and (found["ranks"], found["rows"]) == (8, 8)

@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from benchmarks import learning
 from benchmarks.endings import best as best_ending
 from benchmarks.endings import table as table_of_endings
 from benchmarks.learning_table import (
@@ -133,6 +134,20 @@ def test_a_table_is_of_one_task(folder, tmp_path):
     document.write_text(f"{before}<!-- LEARNING words -->\n<!-- /LEARNING words -->\n")
     write_into(document, "told", "words")
     assert document.read_text() == f"{before}<!-- LEARNING words -->\ntold\n<!-- /LEARNING words -->\n"
+
+
+def test_drawing_in_8_bits_has_a_table_of_its_own(folder, tmp_path, capsys):
+    document, figure_file = tmp_path / "page.md", tmp_path / "figure.svg"
+    document.write_text("<!-- LEARNING scenes -->\n<!-- /LEARNING scenes -->\n")
+    learning.show(folder, "scenes", figure_file, document)  # nobody has run it: no table, and no marks are needed
+    (folder / "eight.json").write_text(json.dumps(curve("flow_grpo in 8 bits", 0.04)))
+    marks = "<!-- LEARNING scenes in 8 bits -->\n<!-- /LEARNING scenes in 8 bits -->\n"
+    document.write_text(document.read_text() + marks)
+    learning.show(folder, "scenes", figure_file, document)
+    main, eight = document.read_text().split("<!-- LEARNING scenes in 8 bits -->")
+    assert "| `awm` |" in main and "flow_grpo in 8 bits" not in main + figure_file.read_text()
+    assert "| `flow_grpo` |" in eight and "| `flow_grpo in 8 bits` |" in eight and "awm" not in eight
+    assert "1 of `flow_grpo pool in 8 bits`" not in main and "of `flow_grpo pool in 8 bits`" in eight
 
 
 def test_the_figure_has_a_line_for_each(folder):

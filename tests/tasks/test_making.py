@@ -64,7 +64,7 @@ def test_a_generator_draws_with_the_average_of_its_weights():
     torch.testing.assert_close(average.weight, wanted)
 
 
-SIZES = {"scenes": (4e6, 20e6), "words": (4e6, 20e6), "signs": (20e6, 60e6)}
+SIZES = {"scenes": (4e6, 20e6), "words": (20e6, 60e6), "signs": (20e6, 60e6)}
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -121,7 +121,8 @@ def trained(
     torch.manual_seed(seed)
     pictures, asked = task.training_pictures(min(size.pictures, task.PICTURES), seed, device)
     pipeline = (untrained(task, size) if begun is None else load_pipeline(begun)).to(device)
-    images = pictures[:, :, None].float() / 127.5 - 1
+    images = pictures[:, :, None].float().div_(127.5).sub_(1)  # in place: they are gigabytes
+    del pictures
     speed_up_single_frames(pipeline.vae)
     for _ in range(size.vae_rounds if begun is None else 0):
         train_vae(pipeline, images, size, turn)
@@ -132,6 +133,7 @@ def trained(
             break
     with turn():
         latents = encode(pipeline.vae, images)
+    del images
     drawing_began = time.monotonic()
 
     reached: dict[str, float] = {}

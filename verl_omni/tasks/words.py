@@ -17,6 +17,7 @@ NAME = "words"
 HEIGHT, WIDTH = 32, 96
 NUM_INFERENCE_STEPS = 8
 PICTURES = 40_000  # to train a generator with: each takes a millisecond to draw
+GENERATOR = {"layers": 8, "heads": 9}  # 24 million parameters
 COUNTED, SECOND = "score", "tidy"  # of what the reward tells: what is reported, what is watched
 WORDS, HELD_OUT = 4000, 200
 VAL_ROWS = 100

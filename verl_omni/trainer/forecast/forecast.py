@@ -1,5 +1,6 @@
 """From the settings of a run to what it will need, stage by stage, and the best way to use so many GPUs."""
 
+import dataclasses
 from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -58,9 +59,10 @@ def forecast(
     if settings.actor_rollout_ref.model.architecture == CAUSAL_LM:
         raise ValueError("`plan` reckons with a generator, and actor_rollout_ref.model.path names none")
     layout = layout_of(settings)
-    card_rates = rates(gpu, settings.actor_rollout_ref.model.architecture)
     card = Card(card_rates, (memory or MEMORY[gpu.lower()]) * GIB)
     ways = Ways(settings, prompt_tokens(config, settings), card, known, remember)
+    timed = rates(gpu, settings.actor_rollout_ref.model.architecture, ways.costs(settings).weights.numel)
+    ways.card = card = dataclasses.replace(card, rates=timed)
     asked = ways.asked(layout)
     return Forecast(ways, layout, asked, layout.world + asked.servers, card, gpu.upper())
 

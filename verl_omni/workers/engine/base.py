@@ -91,8 +91,9 @@ class DiffusionEngine(Passes):
 
     def initialize(self) -> None:
         attention, why = self._choose_attention()
+        self.attention = attention or "native"
         if self.device.type != "cpu" and dist.get_rank() == 0:
-            print(f"Attention: {attention or 'native'} ({why}).", flush=True)
+            print(f"Attention: {self.attention} ({why}).", flush=True)
         self.module, self.parts = build_module(self.model_config, self.common.seed, self.model_dtype, attention)
         self.equip()
         self.host = HostMemory()
