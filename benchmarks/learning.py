@@ -12,7 +12,7 @@ The same for `words`, which a real OCR reads, and with `signs` for `words` for s
     python -m benchmarks.learning words --model outputs/words --out benchmarks/curves/words --parallel 15 \\
         --seeds 0 1 --seconds 25 --lr 2e-5 1e-4 --within 1500                 # 11 for scenes, with the next line
     python -m benchmarks.learning words --model outputs/words --out benchmarks/curves/words --parallel 5 \\
-        --seeds 2 --best 5 --seconds 25 --lr 2e-5 1e-4 --within 500
+        --seeds 2 --best 5 --seconds 25 --within 500
     python -m benchmarks.learning words --out benchmarks/curves/words --table --figure docs/learning_words.svg \\
         --write docs/results.md                                               # seconds, no GPU
 
@@ -69,7 +69,7 @@ EIGHT_BITS = {
 CHOICES = RUNS | EIGHT_BITS
 
 SEARCHED = "Where the runs end with each learning rate that was tried, from which the table takes the best:"
-TIMED = range(2, 4)  # steps that are taken alone: the ones before them load kernels
+TIMED = range(2, 5)  # steps that are taken alone: the ones before them load kernels
 
 
 def settings(task: str, model: Path, algorithm: str, seed: int, lr: float, more: list[str]) -> list[str]:
@@ -221,8 +221,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the curves")
     parser.add_argument("--algorithms", nargs="+", default=list(RUNS), choices=list(CHOICES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
-    parser.add_argument("--lr", nargs="+", type=float, default=[2e-5], help="learning rates, each of which is tried")
-    parser.add_argument("--best", type=int, help="only so many of the algorithms: those whose curves there end highest")
+    parser.add_argument("--lr", nargs="+", type=float, help="learning rates, each of which is tried (2e-5)")
+    parser.add_argument("--best", type=int, help="only so many of the algorithms, whose curves there end highest, each "
+                        "with its best rate")  # fmt: skip
     parser.add_argument("--parallel", type=int, default=1, help="runs at once (%(default)s)")
     parser.add_argument("--seconds", type=float, default=30, help="of training, each run (%(default)s)")
     parser.add_argument("--every", type=float, default=5, help="seconds of training between validations (%(default)s)")
@@ -239,21 +240,26 @@ def main() -> None:
         parser.error("--model is needed: python -m verl_omni.tasks make scenes FOLDER")
     deadline = time.monotonic() + options.within
     if options.best is not None:
-        known = [name for name in best(read_curves(options.out, options.task)) if name in RUNS]
-        options.algorithms = known[: options.best]
+        if options.lr:
+            parser.error("--best takes the rate of each from its curves: leave --lr out")
+        curves = {name: runs for name, runs in read_curves(options.out, options.task).items() if name in RUNS}
+        chosen = [(name, curves[name][0]["lr"]) for name in best(curves)[: options.best]]
+        if not chosen:
+            parser.error(f"--best: {options.out} has no curves of {options.task} yet")
+    else:
+        chosen = [(name, lr) for lr in options.lr or [2e-5] for name in options.algorithms]
     import_everything()
     scratch = options.out / "runs"
     scratch.mkdir(parents=True, exist_ok=True)
     jobs = []
+    limits = (options.seconds, options.every, options.steps, deadline, Turns(scratch))
     for seed in options.seeds:
-        for lr in options.lr:
-            for algorithm in options.algorithms:
-                given = settings(options.task, options.model, algorithm, seed, lr, more)
-                name = f"{algorithm.replace(' ', '_')}_lr{lr:g}_seed{seed}"
-                what = {"task": options.task, "algorithm": algorithm, "lr": lr, "seed": seed, "settings": more}
-                what |= {"parallel": options.parallel, "asked": options.seconds}
-                limits = (options.seconds, options.every, options.steps, deadline, Turns(scratch))
-                jobs.append(Job(options.out / f"{name}.json", learn, (what, given, str(scratch / name), *limits)))
+        for algorithm, lr in chosen:
+            given = settings(options.task, options.model, algorithm, seed, lr, more)
+            name = f"{algorithm.replace(' ', '_')}_lr{lr:g}_seed{seed}"
+            what = {"task": options.task, "algorithm": algorithm, "lr": lr, "seed": seed, "settings": more}
+            what |= {"parallel": options.parallel, "asked": options.seconds}
+            jobs.append(Job(options.out / f"{name}.json", learn, (what, given, str(scratch / name), *limits)))
     failed = run_all(jobs, options.parallel, deadline)
     for job in jobs:
         if job.file.exists():  # what other runs have left there counts

@@ -36,12 +36,12 @@ def import_everything() -> None:
 
 
 def run_all(jobs: list[Job], parallel: int, deadline: float = math.inf) -> list[Path]:
-    """Those that are not there yet, so many at a time; one that fails leaves the others alone. Returns the failed.
+    """Those that are not there whole, so many at a time; one that fails leaves the others alone. Returns the failed.
 
     None is started after the `deadline`, a time of `time.monotonic`, which is the same in every process. Those that run
     then end by themselves; GRACE seconds later they are killed.
     """
-    waiting = [job for job in jobs if not job.file.exists()]
+    waiting = [job for job in jobs if not is_whole(job.file)]
     running: dict[Any, Job] = {}
     failed = []
     while waiting or running:
@@ -64,6 +64,11 @@ def run_all(jobs: list[Job], parallel: int, deadline: float = math.inf) -> list[
                 failed.append(job.file)
             print(f"{job.file.stem}: {'failed' if process.exitcode else 'done'}", file=sys.stderr, flush=True)
     return failed
+
+
+def is_whole(file: Path) -> bool:
+    """A run that a deadline has cut short says so of itself, and is made again."""
+    return file.exists() and json.loads(file.read_text()).get("whole", True)
 
 
 def _work(job: Job) -> None:

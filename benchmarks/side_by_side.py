@@ -64,7 +64,7 @@ class Setting:
     gib: float
     work: Callable[..., dict[str, Any]]
     given: tuple[Any, ...]
-    seconds: float = 300.0
+    seconds: float = 540.0  # waiting for others counts
 
 
 def run_all(settings: list[Setting], folder: Path, gib: float, seconds: float, at_once: int = 4) -> dict[str, Any]:

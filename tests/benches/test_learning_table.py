@@ -168,3 +168,29 @@ def test_of_the_endings_the_highest_is_chosen_and_its_fall_is_told():
         "| a | 0.400 | 0.700 | 0.700 0.720 | 0.710 | 0.100 |",
         "| b | 0.400 | 0.700 | 0.750 0.750 | 0.750 | 0.000 |",
     ]
+
+
+def test_a_run_that_a_deadline_cut_is_made_again(tmp_path):
+    for name, told in (("cut", {"whole": False}), ("whole", {"whole": True}), ("of_another_kind", {})):
+        (tmp_path / f"{name}.json").write_text(json.dumps(told))
+    names = ("cut", "whole", "of_another_kind", "new")
+    jobs = [Job(tmp_path / f"{name}.json", lambda: {"whole": True, "made": "now"}, ()) for name in names]
+    assert run_all(jobs, 2) == []
+    made = [job.file.stem for job in jobs if "made" in json.loads(job.file.read_text())]
+    assert made == ["cut", "new"]
+
+
+def test_the_best_are_run_with_their_best_rate(folder, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(learning, "run_all", lambda jobs, *_: asked.extend(job.file.name for job in jobs) or [])
+    monkeypatch.setattr(learning, "import_everything", lambda: None)
+    (tmp_path / "empty").mkdir()
+    given = ["learning", "scenes", "--model", str(tmp_path), "--seeds", "2", "--best", "1", "--out"]
+    monkeypatch.setattr("sys.argv", [*given, str(folder)])
+    learning.main()
+    assert asked == ["awm_lr0.0001_seed2.json"]
+    for wrong in ([str(tmp_path / "empty")], [str(folder), "--lr", "2e-5"]):
+        monkeypatch.setattr("sys.argv", [*given, *wrong])
+        with pytest.raises(SystemExit):
+            learning.main()
+    assert len(asked) == 1

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from benchmarks.learning import learn, seconds_alone, settings
 from benchmarks.side_by_side import Turns
-from verl_omni.tasks import find_task
+from verl_omni.tasks import find_task, generator
 from verl_omni.tasks.generator import SMALL, cut, follow, make_generator, size_of, untrained
 
 
@@ -34,15 +34,18 @@ def test_a_generator_says_how_it_was_made(folder):
         make_generator(find_task("scenes"), folder / "model", SMALL, 60, 0.6)
 
 
-def test_another_goes_on_where_it_ended(folder, tmp_path):
+def test_another_goes_on_where_it_ended(folder, tmp_path, monkeypatch):
     task = find_task("scenes")
     turns = []
 
     @contextlib.contextmanager
     def turn():
+        clock[0] += 50  # a long wait, which is no training
         yield
         turns.append(1)
 
+    clock = [0.0]
+    monkeypatch.setattr(generator, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     made = make_generator(task, tmp_path / "more", SMALL, 60, target=0.6, begun=folder / "model", turn=turn)
     assert len(turns) > SMALL.steps  # and when it is scored
     places = (folder / "model", made)
@@ -107,4 +110,5 @@ def test_a_run_leaves_its_curve(folder, tmp_path, monkeypatch):
 
 def test_seconds_are_those_of_the_steps_without_neighbours():
     assert seconds_alone([[9.0, 4, 0.1], [8.0, 4, 0.2]]) == 0
-    assert seconds_alone([[9.0, 4, 0.1], [8.0, 4, 0.2], [1.0, 4, 0.3], [3.0, 4, 0.3], [7.0, 8, 0.4]]) == 12.0
+    timed = [[1.0, 4, 0.3], [3.0, 4, 0.3], [2.0, 4, 0.3]]
+    assert seconds_alone([[9.0, 4, 0.1], [8.0, 4, 0.2], *timed, [7.0, 8, 0.4]]) == 14.0

@@ -79,7 +79,7 @@ def make_generator(
 ) -> Path:
     """Train one into the folder `out`, until it scores `target` on prompts to train with or `seconds` have passed.
 
-    The seconds are the transformer's; its VAE is trained before them, as long as it takes.
+    The seconds are the transformer's, without its waits for a turn; its VAE is trained before them, as long as it takes.
 
     `begun` is one that was not trained long enough: this one goes on from its weights, and keeps its VAE.
     """
@@ -134,22 +134,30 @@ def trained(
     with turn():
         latents = encode(pipeline.vae, images)
     del images
-    drawing_began = time.monotonic()
+    drawing_began, waited = time.monotonic(), 0.0
 
     reached: dict[str, float] = {}
 
+    @contextlib.contextmanager
+    def own_turn() -> Iterator[None]:
+        nonlocal waited
+        asked_for_it = time.monotonic()
+        with turn():
+            waited += time.monotonic() - asked_for_it
+            yield
+
     def left() -> float:
-        return max(0.0, 1 - (time.monotonic() - drawing_began) / seconds)
+        return max(0.0, 1 - (time.monotonic() - drawing_began - waited) / seconds)
 
     def enough(step: int, loss: float) -> bool:
-        with turn():
+        with own_turn():
             counted, graded = score(pipeline, task, size.score_pictures, seed)
         reached.update(step=step, score=counted, graded=graded, loss=loss)
         told = time.monotonic() - began
         print(f"{told:.0f} s: step {step}, loss {loss:.3f}, score {counted:.3f}, graded {graded:.3f}", flush=True)
         return counted >= target or not left()
 
-    train_transformer(pipeline, latents, [prompt for prompt, _ in asked], size, left, enough, turn)
+    train_transformer(pipeline, latents, [prompt for prompt, _ in asked], size, left, enough, own_turn)
     return pipeline, reached
 
 
