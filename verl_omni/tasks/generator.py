@@ -79,7 +79,7 @@ def make_generator(
 ) -> Path:
     """Train one into the folder `out`, until it scores `target` on prompts to train with or `seconds` have passed.
 
-    The seconds are the transformer's, without its waits for a turn; its VAE is trained before them, as long as it takes.
+    The seconds are the transformer's, without its waits for a turn; the VAE is trained before, as long as it takes.
 
     `begun` is one that was not trained long enough: this one goes on from its weights, and keeps its VAE.
     """
