@@ -1,4 +1,4 @@
-"""A rewriter on two ranks: the texts, and what is learned from them, are those of one."""
+"""A rewriter on two ranks: the texts, however many each has, and what is learned from them, are those of one."""
 
 import json
 import os
@@ -27,12 +27,24 @@ def learned(rows: list[int]) -> tuple[list[str], dict[str, float], torch.Tensor]
     return [o.response for o in outputs], metrics, torch.cat([w.detach().flatten() for w in weights])
 
 
+def texts(bursts: list[list[int]]) -> list[list[str]]:
+    """Of one rank: what it writes of each burst, and nothing of an empty one."""
+    own = rewriter()
+    with own.writing(0):
+        return [[o.response for o in own.rollout.write_batch([requests()[i] for i in rows])] for rows in bursts if rows]
+
+
+# Of each rank: three bursts, and one of a single text.
+UNEQUAL = [[[0, 1, 2], [3, 1], [2]], [[], [3], []]]
+
+
 def rank_main(rank: int, folder: str) -> None:
     language_model_folder()  # each its own: of several ranks, newer transformers let only the first write
     dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(os.path.join(folder, "store"), 2))
-    texts, metrics, weights = learned([0, 1] if rank == 0 else [2, 3])
+    unequal = texts(UNEQUAL[rank])
+    written, metrics, weights = learned([0, 1] if rank == 0 else [2, 3])
     save_file({"weights": weights}, os.path.join(folder, f"{rank}.safetensors"))
-    Path(folder, f"{rank}.json").write_text(json.dumps([texts, metrics]))
+    Path(folder, f"{rank}.json").write_text(json.dumps([written, metrics, unequal]))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -40,10 +52,11 @@ def rank_main(rank: int, folder: str) -> None:
 @pytest.mark.timeout(120)
 def test_two_ranks_learn_as_one(tmp_path):
     start_ranks(rank_main, (str(tmp_path),))
-    texts, metrics, weights = learned([0, 1, 2, 3])
+    written, metrics, weights = learned([0, 1, 2, 3])
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert found[0][0] + found[1][0] == texts
-    for rank, (_, told) in enumerate(found):
+    assert found[0][0] + found[1][0] == written
+    assert [unequal for *_, unequal in found] == [texts(UNEQUAL[0]), texts(UNEQUAL[1])] and len(set(written)) == 4
+    for rank, (_, told, _) in enumerate(found):
         assert told == pytest.approx(metrics, rel=1e-4, abs=1e-5)
         after = load_file(tmp_path / f"{rank}.safetensors")["weights"]
         torch.testing.assert_close(after, weights, atol=2e-4, rtol=1e-3)

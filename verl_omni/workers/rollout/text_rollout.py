@@ -102,6 +102,7 @@ class TextRollout:
                 input_ids=ids,
                 attention_mask=real,
                 **self.told(requests),
+                synced_gpus=False,  # the weights are whole here; ranks with fewer texts would be waited for
                 logits_processor=LogitsProcessorList([choice]),
                 generation_config=GenerationConfig(
                     max_new_tokens=self.most_tokens(requests[0]),
