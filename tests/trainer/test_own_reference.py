@@ -124,7 +124,7 @@ def test_tensors_that_nobody_would_look_at_are_refused(tmp_path, other, training
 
 def test_an_adapter_of_more_layers_is_refused(tmp_path, adapter):
     fewer = (f"{MODEL}.lora_rank=4", f"{MODEL}.target_modules=[to_q]")
-    with pytest.raises(ValueError, match=r"which the trained model has not \(or not under its target_modules\)"):
+    with pytest.raises(ValueError, match=r"which the trained model has not \(or not under its target_modules\): merge"):
         local_config(settings(tmp_path / "run", *KL, *fewer, f"{REF}.path={adapter}"))
 
 
@@ -200,5 +200,5 @@ def test_what_is_no_reference_is_refused_in_one_line(tmp_path, monkeypatch, othe
     for training in (LORA, ()):
         with pytest.raises(ValueError, match=r"ref.path=.*wide has shape \(3, 5\) for transformer"):
             local_config(settings(tmp_path / "run", *KL, *training, f"{REF}.path={wide}"))
-    with pytest.raises(ValueError, match=r"of the same architecture, lora_rank and target_modules"):
-        local_config(settings(tmp_path / "run", *KL, f"{MODEL}.lora_rank=8", f"{REF}.path={adapter}"))
+    with pytest.raises(ValueError, match=r"has rank 4 for .*, and the trained LoRA rank 2: .* --format merged"):
+        local_config(settings(tmp_path / "run", *KL, f"{MODEL}.lora_rank=2", f"{REF}.path={adapter}"))

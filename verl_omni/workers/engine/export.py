@@ -2,12 +2,12 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,7 @@ def export(engine: HasWeights, folder: str, submit: Callable[..., Future] | None
         return _write_full(engine, folder, submit)
 
 
-def lora_folder(folder: str, parts: dict[str, torch.nn.Module], name: str) -> str:
+def lora_folder(folder: str, parts: Mapping[str, torch.nn.Module], name: str) -> str:
     """diffusers reads one LoRA file for one transformer: the first part's lies in `folder`, another's below it.
 
     `pipe.load_lora_weights(f"{folder}/transformer_2", load_into_transformer_2=True)` loads Wan2.2's second.
@@ -206,16 +206,20 @@ def _write_heads(
 
 
 def read_lora(
-    model_config: DiffusionModelConfig, root: str, parts: dict[str, torch.nn.Module], name: str
-) -> dict[str, torch.Tensor]:
-    """The LoRA weights of one part, in diffusers' format, under the part's own names."""
+    model_config: DiffusionModelConfig, root: str, parts: Mapping[str, torch.nn.Module], name: str
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The LoRA weights of one part, in diffusers' format, under the part's own names; and what the file tells of
+    peft's settings, which may be nothing."""
     folder = lora_folder(root, parts, name)
     named = os.path.isfile(os.path.join(folder, LORA_FILE))  # diffusers looks for no name when it is offline
-    state = lora_files(model_config.architecture).lora_state_dict(
-        folder, use_safetensors=True, **({"weight_name": LORA_FILE} if named else {})
+    state, *_, told = lora_files(model_config.architecture).lora_state_dict(
+        folder, use_safetensors=True, return_lora_metadata=True, **({"weight_name": LORA_FILE} if named else {})
     )
-    state = state[0] if isinstance(state, tuple) else state
-    return {k.removeprefix("transformer."): v for k, v in state.items() if k.startswith("transformer.")}
+    return _of_transformer(state), _of_transformer(told or {})
+
+
+def _of_transformer(named: Mapping[str, Any]) -> dict[str, Any]:
+    return {k.removeprefix("transformer."): v for k, v in named.items() if k.startswith("transformer.")}
 
 
 def load_lora(model_config: DiffusionModelConfig, parts: dict[str, torch.nn.Module]) -> None:
@@ -224,7 +228,7 @@ def load_lora(model_config: DiffusionModelConfig, parts: dict[str, torch.nn.Modu
 
     root = os.path.expanduser(model_config.lora_path)
     for name, part in parts.items():
-        mine = read_lora(model_config, root, parts, name)
+        mine, _ = read_lora(model_config, root, parts, name)
         result = set_peft_model_state_dict(part, mine)
         if not mine or result.unexpected_keys:
             raise ValueError(

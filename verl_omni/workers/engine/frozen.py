@@ -7,7 +7,6 @@ of the same base, a model beside a model. A whole model beside a LoRA, or one of
 import contextlib
 import dataclasses
 import inspect
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ import torch
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.utils import read_component_config
+from verl_omni.workers.engine import adapters
+from verl_omni.workers.engine.adapters import Reader
 from verl_omni.workers.engine.protocol import TrainingEngine
 
 Stored = dict[torch.nn.Parameter, Callable[[], torch.Tensor]]
@@ -123,29 +124,30 @@ def stored(model: DiffusionModelConfig, parts: Mapping[str, torch.nn.Module], fo
     """For each trained parameter what reads its value in that folder, or one line that says what does not fit."""
     lora, found = model.lora_rank > 0, {}
     for part_name, part in parts.items():
-        shapes, read = _adapter(model, folder, parts, part_name) if lora else _model(model, folder, part_name)
         places = {name.replace(".default.", ".") if lora else name: name for name in part.state_dict()}
+        trained = {
+            name.replace(".default.", ".") if lora else name: parameter
+            for name, parameter in part.named_parameters()
+            if parameter.requires_grad
+        }
+        if lora:
+            shapes, read = adapters.reader(model, folder, parts, part_name, setting)
+        else:
+            shapes, read = _model(model, folder, part_name)
         if strange := sorted(shapes.keys() - places.keys()):
             raise ValueError(
                 f"{setting}={folder} has {strange[0]} for {part_name}, which the trained model has not"
-                f"{' (or not under its target_modules)' if lora else ''}: nobody would look at it"
+                f"{f' (or not under its target_modules): {adapters.MERGE}' if lora else ': nobody would look at it'}"
             )
-        for name, parameter in part.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            key = name.replace(".default.", ".") if lora else name
-            if shapes.get(key) != tuple(parameter.shape):
-                seen = f"shape {shapes[key]}" if key in shapes else "nothing"
-                same = "architecture, lora_rank and target_modules" if lora else "architecture"
+        for name, parameter in trained.items():
+            if shapes.get(name) != tuple(parameter.shape):
+                seen = f"shape {shapes[name]}" if name in shapes else "nothing"
                 raise ValueError(
                     f"{setting}={folder} has {seen} for {part_name}.{name}, and the trained model shape "
-                    f"{tuple(parameter.shape)}: expected weights of the same {same}"
+                    f"{tuple(parameter.shape)}: expected weights of the same architecture"
                 )
-            found[parameter] = lambda key=key, read=read: read(key)
+            found[parameter] = lambda name=name, read=read: read(name)
     return found
-
-
-Reader = tuple[Mapping[str, tuple[int, ...]], Callable[[str], torch.Tensor]]
 
 
 def _model(model: DiffusionModelConfig, folder: Path, part: str) -> Reader:
@@ -154,20 +156,3 @@ def _model(model: DiffusionModelConfig, folder: Path, part: str) -> Reader:
     there = dataclasses.replace(model, path=str(folder), load_format="auto")
     tensors = adapter.named_tensors(there, part)
     return tensors.shapes, lambda name: tensors.read(name, ())
-
-
-def _adapter(model: DiffusionModelConfig, folder: Path, parts: Mapping[str, torch.nn.Module], part: str) -> Reader:
-    """B is scaled, where it was trained with another alpha."""
-    from safetensors import safe_open
-
-    from verl_omni.workers.engine.export import LORA_FILE, lora_folder, read_lora
-
-    state = read_lora(model, str(folder), parts, part)
-    file, told = Path(lora_folder(str(folder), parts, part), LORA_FILE), {}
-    if file.is_file():
-        with safe_open(file, "pt") as opened:
-            told = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
-    alpha = told.get("transformer.lora_alpha")
-    scale = 1.0 if alpha is None else alpha / model.lora_alpha
-    shapes = {name: tuple(value.shape) for name, value in state.items()}
-    return shapes, lambda name: state[name] * scale if ".lora_B." in name else state[name]
