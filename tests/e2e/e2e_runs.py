@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -262,6 +263,14 @@ def metrics(run_dir: Path) -> dict[int, dict[str, float]]:
     assert not documented_metrics.unknown(name for line in lines for name in line["data"])
     timed = ("timing", "perf/", "idle/")
     return {line["step"]: {k: v for k, v in line["data"].items() if not k.startswith(timed)} for line in lines}
+
+
+def back_to(step: int, run_dir: Path) -> None:
+    """As if the run had ended after that step: the same command goes on from there."""
+    for checkpoint in run_dir.glob("global_step_*"):
+        if int(checkpoint.name.removeprefix("global_step_")) > step:
+            shutil.rmtree(checkpoint)
+    (run_dir / "latest_checkpointed_iteration.txt").write_text(str(step))
 
 
 def drawn_again(run: Path, step: int, at_once: int = 100) -> list[dict]:

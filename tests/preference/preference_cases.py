@@ -22,6 +22,7 @@ from verl_omni.trainer.diffusion.ordering import deal_units
 from verl_omni.utils.padding import pad_and_cat
 from verl_omni.workers.engine.fsdp.diffusers_impl import DiffusersFSDPEngine
 from verl_omni.workers.engine.noise_levels import NoiseLevels
+from verl_omni.workers.engine.teachers import keep_teachers
 from verl_omni.workers.losses import LossFunction, build_loss_function
 from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
 
@@ -35,11 +36,13 @@ LOSSES = {
     "dgpo": {"beta": 20.0, "anchor": "reference"},
     "crd": {"beta": 3.0, "temperature": 0.7},
 }
+# Losses that follow something else than advantages: see `follow`.
+FOLLOWING = {"opd_forward": {}, "draft": {"kl_beta": 0.2}}
 OPTIM = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1, "clip_grad": 1.0}
 
 
 def actor_config(loss: str, **extra: Any) -> DiffusionActorConfig:
-    settings = LOSSES[loss] | extra
+    settings = (LOSSES | FOLLOWING)[loss] | extra
     return DiffusionActorConfig(
         diffusion_loss=DiffusionLossConfig(loss, clip_ratio=0.2, adv_clip_max=5.0, extra=settings)
     )
@@ -95,10 +98,28 @@ def loss_function(loss: str) -> LossFunction:
     return build_loss_function(actor_config(loss))
 
 
+def follow(engine: DiffusersFSDPEngine, teachers: dict[str, str]) -> None:
+    """What a loss of `FOLLOWING` follows: these teachers, or a reward of pixels."""
+    if engine.model_config.algorithm == "opd_forward":
+        keep_teachers(engine, teachers)
+        return
+    rollout = rollout_of(engine)
+    engine.replay.told = [0.9, 0.1, 0.7, 0.4, 0.2, 0.6]  # of each image how bright it is to be
+    engine.replay.reward_of = rollout.with_reward(
+        lambda pixels, wanted: -(pixels.mean(dim=(1, 2, 3)) - torch.tensor(wanted)).square()
+    )
+
+
+def rollout_of(engine: DiffusersFSDPEngine) -> DiffusersRollout:
+    return DiffusersRollout(
+        DiffusionRolloutConfig(), engine.model_config, engine.module, torch.device("cpu"), torch.float32
+    )
+
+
 def samples(engine: DiffusersFSDPEngine) -> dict[str, torch.Tensor]:
     """Final latents of an ODE rollout and the text features, two of each prompt, as the trainer gets them."""
     config = engine.model_config
-    rollout = DiffusersRollout(DiffusionRolloutConfig(), config, engine.module, torch.device("cpu"), torch.float32)
+    rollout = rollout_of(engine)
     tokenizers = rollout.adapter.load_tokenizers(config)
     requests = [
         Request(rollout.adapter.tokenize(tokenizers, text, SEQUENCE), None, None, {"seed": i, "keep_trajectory": True})
@@ -127,6 +148,10 @@ def make_batch(engine: DiffusersFSDPEngine) -> dict[str, torch.Tensor]:
         group = group.repeat_interleave(2)
         centre, targets = centred(advantages, group, LOSSES["crd"]["temperature"])
         batch |= {"group": group, "group_share": torch.full((6,), 0.5), "centre": centre, "targets": targets}
+    if engine.model_config.algorithm == "opd_forward":
+        batch["teacher"] = torch.tensor([0, 1, 0, 0, 1, 0])
+    if engine.model_config.algorithm == "draft":
+        batch["told"] = torch.arange(len(advantages))
     return batch
 
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from e2e_runs import metrics, run_here, settings
+from e2e_runs import back_to, metrics, run_here, settings
 from verl.protocol import DataProto
 
 from verl_omni.agent_loop.manager import assign
@@ -185,6 +185,41 @@ def test_in_a_run_all_ways_give_the_same_rates(tmp_path, monkeypatch, process_gr
     assert {k: told["score"][k] for k in same} == {k: told["pair"][k] for k in same}
     assert told["pair"]["critic/rewards/mean"] == pytest.approx(0.5) and told["pair"]["critic/rewards/std_mean"] > 0
     assert told["pair"]["actor/grad_norm"] > 0
+
+
+def compared(folder, name: str, by: str, *overrides: str) -> list[str]:
+    (folder / f"{by}.py").write_text({"score": SCORE, "pair": PAIR, "group": RANKS}[by])
+    return settings(
+        folder / name, f"reward.custom_reward_function.path={by}.py", f"reward.pairwise.by={by}", "data.val_files=null",
+        "actor_rollout_ref.rollout.pipeline.num_inference_steps=2", "actor_rollout_ref.actor.optim.lr=0.01",
+        "trainer.total_training_steps=2", "trainer.save_freq=0", "reward.batch_size=3", *overrides,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("by", ["score", "pair", "group"])
+def test_a_run_goes_on_bit_for_bit(tmp_path, monkeypatch, process_group, by):
+    """Who meets whom is that of the step, not of how many were compared before it."""
+    few = [] if by == "group" else ["reward.pairwise.opponents=1"]
+    arguments = compared(tmp_path, "run", by, *few, "trainer.save_freq=1")
+    run_here(arguments, tmp_path, monkeypatch)
+    straight = metrics(tmp_path / "run")
+    back_to(1, tmp_path / "run")
+    run_here(arguments, tmp_path, monkeypatch)
+    assert metrics(tmp_path / "run") == straight and straight[2]["critic/rewards/std_mean"] > 0
+
+
+@pytest.mark.parametrize(("by", "mode"), [("score", "separate"), ("pair", "one_step_off"), ("group", "fully_async")])
+def test_images_are_compared_in_other_modes(tmp_path, monkeypatch, process_group, by, mode):
+    """With those of their own prompt: servers in turn with training give the same numbers, and those that run ahead
+    the same first step. Where they draw on and on, other images are in a forward, and round otherwise."""
+    ahead = [] if mode == "separate" else ["trainer.max_staleness=1"]
+    run_here(compared(tmp_path, "run", by), tmp_path, monkeypatch)
+    run_here(compared(tmp_path, mode, by, f"trainer.mode={mode}", *ahead), tmp_path, monkeypatch)
+    own, found = metrics(tmp_path / "run"), metrics(tmp_path / mode)
+    assert found[2]["staleness/max"] == len(ahead) and found[2]["critic/rewards/mean"] == pytest.approx(0.5)
+    for step in (1,) if ahead else (1, 2):
+        same = {key: found[step][key] for key in own[step]}
+        assert same == (own[step] if mode != "fully_async" else pytest.approx(own[step], rel=1e-5, abs=1e-6))
 
 
 def test_a_function_of_single_images_cannot_see_a_group(tmp_path):

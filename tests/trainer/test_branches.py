@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from e2e_runs import metrics, run_here, settings
+from e2e_runs import back_to, metrics, run_here, settings
 from refusals import refused
 from test_architectures import PROMPTS, SEQUENCE, TABLE, config, rollout, shrink_references
 
@@ -49,6 +49,18 @@ def test_branches_part_from_one_state_and_cost_nothing_before(row):
     assert not torch.equal(begin[0], begin[1]) and not torch.equal(end[0], end[2])
 
 
+REWARD = "def compute_score(image):\n    return (sum(image.convert('L').resize((2, 2)).getdata()) % 97) / 97\n"
+
+
+def branched(folder, name: str, *overrides: str) -> list[str]:
+    (folder / "reward.py").write_text(REWARD)
+    return settings(
+        folder / name, f"{ALGO}.branches=2", "actor_rollout_ref.model.algorithm=tempflow_grpo",
+        "reward.custom_reward_function.path=reward.py", "data.val_files=null", "trainer.save_freq=0",
+        "actor_rollout_ref.actor.optim.lr=0.01", "trainer.total_training_steps=2", *overrides,
+    )  # fmt: skip
+
+
 def test_a_run_compares_branches_of_one_state_alone(tmp_path, monkeypatch, process_group):
     """With four images of two states a prompt; advantages add up to 0 within each two."""
     seen = []
@@ -56,15 +68,7 @@ def test_a_run_compares_branches_of_one_state_alone(tmp_path, monkeypatch, proce
 
     compute = trainer.compute_advantage
     monkeypatch.setattr(trainer, "compute_advantage", lambda *a, **k: seen.append(compute(*a, **k)) or seen[-1])
-    (tmp_path / "reward.py").write_text(
-        "def compute_score(image):\n    return (sum(image.convert('L').resize((2, 2)).getdata()) % 97) / 97\n"
-    )
-    arguments = settings(
-        tmp_path / "run", f"{ALGO}.branches=2", "actor_rollout_ref.model.algorithm=tempflow_grpo",
-        "reward.custom_reward_function.path=reward.py", "trainer.total_training_steps=2", "data.val_files=null",
-        "trainer.save_freq=0",
-    )  # fmt: skip
-    run_here(arguments, tmp_path, monkeypatch)
+    run_here(branched(tmp_path, "run"), tmp_path, monkeypatch)
     told = metrics(tmp_path / "run")
     assert told[1]["actor/first_ratio_max_dev"] < 1e-6 and told[1]["actor/grad_norm"] > 0
     assert told[1]["critic/rewards/group_size"] == 2
@@ -75,6 +79,31 @@ def test_a_run_compares_branches_of_one_state_alone(tmp_path, monkeypatch, proce
         own = batch.batch["advantages"][[i for i, other in enumerate(uids) if other == uid]]
         assert own.abs().sum() > 0 and abs(own.sum()) < 1e-5
     assert len({tuple(t) for t in batch.batch["all_timesteps"].tolist()}) > 1  # states part at different steps
+
+
+def test_a_run_goes_on_bit_for_bit(tmp_path, monkeypatch, process_group):
+    """Its states are those of the step, whatever was drawn before it in the process."""
+    arguments = branched(tmp_path, "run", "trainer.save_freq=1", "trainer.total_training_steps=3")
+    run_here(arguments, tmp_path, monkeypatch)
+    straight = metrics(tmp_path / "run")
+    back_to(1, tmp_path / "run")
+    run_here(arguments, tmp_path, monkeypatch)
+    assert metrics(tmp_path / "run") == straight and straight[2] != straight[3]
+
+
+def test_other_modes_draw_the_same_branches(tmp_path, monkeypatch, process_group):
+    """Servers that draw in turn with training give the same numbers, those that run ahead the same first step. Where
+    they draw on and on, other images are in a forward, and round otherwise."""
+    run_here(branched(tmp_path, "run"), tmp_path, monkeypatch)
+    own = metrics(tmp_path / "run")
+    for mode, behind in (("separate", 0), ("one_step_off", 1), ("fully_async", 1)):
+        ahead = [f"trainer.max_staleness={behind}"] if behind else []
+        run_here(branched(tmp_path, mode, f"trainer.mode={mode}", *ahead), tmp_path, monkeypatch)
+        found = metrics(tmp_path / mode)
+        assert found[2]["staleness/max"] == behind and found[2]["critic/rewards/group_size"] == 2
+        for step in (1,) if behind else (1, 2):
+            same = {key: found[step][key] for key in own[step]}
+            assert same == (own[step] if mode != "fully_async" else pytest.approx(own[step], rel=1e-5, abs=1e-6)), mode
 
 
 def test_what_is_no_branch_is_refused_in_one_line():

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from e2e_runs import metrics, settings
+from e2e_runs import back_to, metrics, run_here, settings
 from refusals import refused
 
 from verl_omni.testing.local_trainer import local_config, local_trainer
@@ -68,6 +68,34 @@ def test_they_are_drawn_again_from_the_same_noise(tmp_path, monkeypatch, process
     assert told["pool/drawn"] == 12 and told["pool/gap"] > 0 and told["actor/grad_norm"] > 0
     assert told["pool/reward_mean"] == pytest.approx(sum(values) / 12)
     assert told.get("actor/first_ratio_max_dev", 0.0) < 1e-5  # exact: the ratio is to what was drawn
+
+
+def pooled(folder, name: str, *overrides: str) -> list[str]:
+    (folder / "reward.py").write_text(REWARD)
+    return settings(
+        folder / name, "actor_rollout_ref.model.algorithm=awm", f"{POOL}.size=6", f"{POOL}.num_inference_steps=2",
+        f"{ROLLOUT}.n=2", "reward.custom_reward_function.path=reward.py", "data.val_files=null",
+        "actor_rollout_ref.actor.optim.lr=0.01", "trainer.save_freq=1", *overrides,
+    )  # fmt: skip
+
+
+def test_a_run_with_a_pool_goes_on_bit_for_bit(tmp_path, monkeypatch, process_group):
+    run_here(pooled(tmp_path, "run"), tmp_path, monkeypatch)
+    straight = metrics(tmp_path / "run")
+    back_to(1, tmp_path / "run")
+    run_here(pooled(tmp_path, "run"), tmp_path, monkeypatch)
+    assert metrics(tmp_path / "run") == straight
+    assert len({told["pool/reward_mean"] for told in straight.values()}) == 3  # each step has a pool of its own
+
+
+def test_servers_rank_and_draw_with_the_weights_of_their_step(tmp_path, monkeypatch, process_group):
+    run_here(pooled(tmp_path, "run"), tmp_path, monkeypatch)
+    run_here(pooled(tmp_path, "apart", "trainer.mode=separate"), tmp_path, monkeypatch)
+    own, apart = metrics(tmp_path / "run"), metrics(tmp_path / "apart")
+    assert own[1]["pool/gap"] > 0 and own[3]["pool/gap"] != own[1]["pool/gap"]
+    for step in own:
+        assert apart[step]["staleness/max"] == 0
+        assert {key: apart[step][key] for key in own[step]} == own[step]
 
 
 def test_what_is_no_pool_is_refused_in_one_line():
