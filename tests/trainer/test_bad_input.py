@@ -23,8 +23,9 @@ from verl_omni.config.keys import with_plus
 from verl_omni.pipelines.utils import diffusers_since
 from verl_omni.rewards.choice import read_choices
 from verl_omni.trainer import main_diffusion
-from verl_omni.trainer.checks.preflight import check_data, check_ground_truth, check_rewards, preflight
+from verl_omni.trainer.checks.preflight import check_data, preflight
 from verl_omni.trainer.checks.preparation import prepare_config
+from verl_omni.trainer.checks.rewards import check_ground_truth, check_rewards
 from verl_omni.trainer.failures import users_mistake
 from verl_omni.utils.hub import HubError
 
