@@ -45,6 +45,11 @@ SETTINGS = {
     "only validated": ["trainer.val_only=true", *VALIDATED],
     "profiled": ["trainer.profile_step=40", "trainer.total_training_steps=50"],
     "judged": JUDGE,
+    "validated otherwise": ["reward.validation.scorers=[{name: jpeg_incompressibility}]", *VALIDATED],
+    "judged in validation": [
+        *JUDGE[:3], "reward.validation.scorers=[{name: vlm_judge}]",
+        "reward.scorers=[{name: jpeg_incompressibility}]", *VALIDATED,
+    ],
     "two judges": [*JUDGE, "reward.reward_model.nnodes=2"],
     "compared": ["reward.pairwise.by=score", "reward.pairwise.opponents=1"],
     "filtered": ["algorithm.filter_groups.enable=true"],

@@ -54,6 +54,8 @@ OWNERS = {
     "algorithm": {"algorithm", "forward_process.py:algo", "policy_gradient_trainer.py:config", "advantages.py:config"},
     "reward": {"reward"},
     "reward.pairwise": {"pairwise"},
+    "reward.validation": {"validation.py:own"},
+    "reward.validation.custom_reward_function": {"validation.py:function"},
     "reward.custom_reward_function": {"reward_loop.py:custom", "reward_function.py:custom"},
     "reward.reward_model": {"reward_model", "placement.py:judge", "judge.py:config"},
     "reward.reward_manager": {"reward.py:reward_manager_cfg"},

@@ -101,6 +101,8 @@ def test_every_number_and_every_name_says_what_it_may_be():
         "trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir", "trainer.resume_from_path",
         "trainer.replay", "trainer.callbacks",
         "reward.custom_reward_function.path", "reward.custom_reward_function.name", "reward.reward_manager.name",
+        "reward.validation.custom_reward_function.path", "reward.validation.custom_reward_function.name",
+        "reward.validation.scorers",
         "reward.reward_manager.module.path", "reward.reward_model.model_path", "reward.scorers",
         "reward.reward_model.command",
         f"{MODEL}.path", f"{MODEL}.architecture", f"{MODEL}.external_lib", f"{MODEL}.tokenizer_path",

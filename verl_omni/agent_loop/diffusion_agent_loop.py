@@ -33,6 +33,8 @@ from verl_omni.data.prompt_rows import SIZES
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.rewards.choice import OWN, read_choices, rewards_of
 from verl_omni.rewards.reward_function import RewardError
+from verl_omni.rewards.validation import COLUMN as VALIDATES
+from verl_omni.rewards.validation import for_validation
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.external_lib import import_external_lib
 from verl_omni.utils.registry import Registry
@@ -95,8 +97,6 @@ class DiffusionAgentLoopWorker:
         self.model_config: DiffusionModelConfig = OmegaConf.to_object(config.actor_rollout_ref.model)
         self.tokenizers = DiffusionModelBase.get_class(self.model_config).load_tokenizers(self.model_config)
         self.default_agent = config.actor_rollout_ref.rollout.agent.default_agent_loop
-        scorers = config.reward.scorers
-        self.choices = read_choices(OmegaConf.to_container(scorers, resolve=True) if scorers else None)
         self._batches: dict[str, ScoredBatch] = {}
 
     async def generate_sequences(self, batch: DataProto) -> DataProto:
@@ -195,7 +195,7 @@ class DiffusionAgentLoopWorker:
         """
         if not self.reward_workers:
             return
-        keys = ("data_source", "reward_model", "extra_info", "prompt", "uid", "compared")
+        keys = ("data_source", "reward_model", "extra_info", "prompt", "uid", "compared", VALIDATES)
         one = DataProto.from_dict(
             tensors={"responses": responses} if isinstance(responses, torch.Tensor) else {"sample": torch.zeros(1)},
             non_tensors={k: np.array([kwargs[k]], dtype=object) for k in keys if k in kwargs},
@@ -217,15 +217,21 @@ class DiffusionAgentLoopWorker:
             try:
                 await asyncio.wait_for(wrap(worker.is_awake.remote()), limit)
             except asyncio.TimeoutError as error:
-                own = self.config.reward.custom_reward_function
-                chosen = rewards_of(one.non_tensor_batch["data_source"][0], self.choices, own.path is not None)
-                names = {OWN: f"{own.name} ({Path(own.path or '').name})"}
-                named = " or ".join(names.get(choice.name, choice.label) for choice in chosen)
+                named = self._rewards_of(one)
                 raise RewardError(
                     f'reward function {named} blocks its whole process for more than {limit:g} s (prompt: "{prompt}"): '
                     "mend it, or raise reward.timeout"
                 ) from error
         return answer.result()
+
+    def _rewards_of(self, one: DataProto) -> str:
+        """As a user calls those that a sample is given to."""
+        config = for_validation(self.config) if VALIDATES in one.non_tensor_batch else self.config
+        own, scorers = config.reward.custom_reward_function, config.reward.scorers
+        choices = read_choices(OmegaConf.to_container(scorers, resolve=True) if scorers else None)
+        chosen = rewards_of(one.non_tensor_batch["data_source"][0], choices, own.path is not None)
+        names = {OWN: f"{own.name} ({Path(own.path or '').name})"}
+        return " or ".join(names.get(choice.name, choice.label) for choice in chosen)
 
 
 async def wrap(reference: ray.ObjectRef) -> Any:

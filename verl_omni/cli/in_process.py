@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from verl_omni.config import DiffusionRolloutConfig
 from verl_omni.config.algorithm import RolloutCorrectionConfig
 from verl_omni.config.rollout import CheckpointEngineConfig, HttpConfig
-from verl_omni.config.schema import DiffusionTrainerConfig
+from verl_omni.config.schema import DiffusionTrainerConfig, RewardModelConfig
 
 ARR = "actor_rollout_ref."
 FSDP, ROLLOUT = f"{ARR}actor.fsdp_config", f"{ARR}rollout"
@@ -31,6 +31,8 @@ ALONE = {
     "trainer.keep_best": False,
     "trainer.profile_step": None,
     "trainer.logger": ["jsonl"],
+    "reward.validation.scorers": None,  # what is looked at is what training learns from
+    "reward.validation.custom_reward_function.path": None,
     "ray.address": None,
     "ray.env_vars": [],
     "rollout.n_gpus_per_node": None,
@@ -101,9 +103,13 @@ def prepared(config: DictConfig) -> DictConfig:
 
 def alone(config: DictConfig, changes: Mapping[str, Any]) -> DictConfig:
     """A run's configuration for this process, with what else is to be different, prepared."""
+    from verl_omni.trainer.checks.rewards import asks_judge
+
     config = OmegaConf.create(OmegaConf.to_container(config, resolve=False), flags={"allow_objects": True})
     for name, value in (ALONE | dict(changes)).items():
         OmegaConf.update(config, name, value, merge=False, force_add=True)
+    if config.reward.reward_model.enable and not asks_judge(config):  # validation does
+        OmegaConf.update(config, "reward.reward_model", asdict(RewardModelConfig()), merge=False)
     if draws_as_it_trains(config):  # of earlier weights, or in another arithmetic, there was something to correct
         OmegaConf.update(config, "algorithm.rollout_correction", asdict(RolloutCorrectionConfig()), merge=False)
     return prepared(config)

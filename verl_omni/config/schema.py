@@ -138,6 +138,25 @@ class PairwiseConfig:
 
 
 @dataclass
+class ValidationFunctionConfig(RewardFunctionConfig):
+    path: str | None = knob(
+        None, "your Python file; null: reward.validation.scorers, or the rewards of training", needs="data.val_files"
+    )
+
+
+@dataclass
+class ValidationRewardConfig:
+    """What scores validation images, where it is not what training learns from."""
+
+    scorers: Any = knob(
+        None,
+        "the rewards of validation images alone, as in reward.scorers; null: those of training",
+        needs="data.val_files",
+    )
+    custom_reward_function: ValidationFunctionConfig = knob(ValidationFunctionConfig, "")
+
+
+@dataclass
 class RewardConfig:
     num_workers: int = knob(1, "processes that compute rewards", least=1, most=MOST_PROCESSES, may_change=True)
     batch_size: int = knob(
@@ -172,6 +191,7 @@ class RewardConfig:
         choices=("decoded", "latents"),
     )
     pairwise: PairwiseConfig = knob(PairwiseConfig, "")
+    validation: ValidationRewardConfig = knob(ValidationRewardConfig, "", may_change=True)
     custom_reward_function: RewardFunctionConfig = knob(RewardFunctionConfig, "")
     reward_manager: RewardManagerConfig = knob(RewardManagerConfig, "")
     reward_model: RewardModelConfig = knob(RewardModelConfig, "")

@@ -37,13 +37,13 @@ def facts(run: Run) -> list[str]:
 
 def about(run: Run) -> dict[str, str]:
     """What made this run: enough to make it again."""
-    reward = run.setting("reward.custom_reward_function.path")
     found = {
         "Model": run.setting("actor_rollout_ref.model.path"),
         "Algorithm": run.setting("actor_rollout_ref.model.algorithm"),
         "Training data": run.setting("data.train_files"),
         "Validation data": run.setting("data.val_files"),
-        "Reward": reward and f"{run.setting('reward.custom_reward_function.name')} in {reward}",
+        "Reward": function(run, "reward"),
+        "Reward of validation": function(run, "reward.validation"),
         "Seeds": ", ".join(f"{name}={run.setting(name)}" for name in SEEDS if run.setting(name) is not None),
     }
     for start in run.starts:
@@ -51,6 +51,12 @@ def about(run: Run) -> dict[str, str]:
         code += f", your commit {start['commit']}" if start["commit"] else ""
         found[f"Started at step {start['step']}"] = f"{start['date']}, {code}, on {start['machine']}"
     return {name: str(said) for name, said in found.items() if said}
+
+
+def function(run: Run, whose: str) -> str | None:
+    """The user's own, where there is one."""
+    path = run.setting(f"{whose}.custom_reward_function.path")
+    return path and f"{run.setting(f'{whose}.custom_reward_function.name')} in {path}"
 
 
 def duration(seconds: float) -> str:

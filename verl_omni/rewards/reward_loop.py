@@ -16,6 +16,8 @@ from verl_omni.rewards.judge import JUDGE, start_judges, with_judge
 from verl_omni.rewards.pool import Places, ScorerPool, start_pools
 from verl_omni.rewards.registry import columns_of, get_reward_fn
 from verl_omni.rewards.reward_function import RewardFunction
+from verl_omni.rewards.validation import COLUMN as VALIDATES
+from verl_omni.rewards.validation import for_validation, has_own
 from verl_omni.utils.arrays import object_array
 from verl_omni.utils.external_lib import import_external_lib
 
@@ -31,12 +33,16 @@ def load_custom_reward_function(reward_config: DictConfig) -> RewardFunction | N
 class RewardLoopWorker(VerlRewardLoopWorker):
     def _init_reward_fn(self) -> None:
         import_external_lib(self.config.actor_rollout_ref.model.external_lib)
-        manager = resolve_reward_manager_cls(self.config)
         self.reward_model_tokenizer: Any = None
-        self.reward_manager = manager(
-            config=self.config,
+        self.reward_manager = self.validation_manager = self._manager(self.config)
+        if has_own(self.config):
+            self.validation_manager = self._manager(for_validation(self.config))
+
+    def _manager(self, config: DictConfig) -> Any:
+        return resolve_reward_manager_cls(config)(
+            config=config,
             tokenizer=None,
-            compute_score=load_custom_reward_function(self.config.reward),
+            compute_score=load_custom_reward_function(config.reward),
             reward_router_address=self.reward_router_address,
             reward_model_tokenizer=self.reward_model_tokenizer,
         )
@@ -48,7 +54,8 @@ class RewardLoopWorker(VerlRewardLoopWorker):
         self.reward_manager.pools = {label: ScorerPool(processes, takes[label]) for label, processes in pools.items()}
 
     async def compute_score(self, data: DataProto) -> dict[str, Any]:
-        return await self.reward_manager.run_single(data)
+        manager = self.validation_manager if VALIDATES in data.non_tensor_batch else self.reward_manager
+        return await manager.run_single(data)
 
     async def is_awake(self) -> bool:
         """Answered as long as a reward function lets this process do anything else."""

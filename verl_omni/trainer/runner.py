@@ -151,13 +151,18 @@ def run_diffusion(config: DictConfig, task_runner_class: Any = None, quiet: bool
 def ask_reward(config: DictConfig) -> None:
     """A function of the user's own is asked once before anything heavy starts."""
     from verl_omni.data.loading import load_datasets
+    from verl_omni.rewards.validation import for_validation, has_own
     from verl_omni.trainer.checks.reward_trial import scored_kind, try_reward
 
     if config.algorithm.sample_source != "online":
         return
-    dataset = next(dataset for dataset in load_datasets(config) if dataset is not None)
-    if told := try_reward(config, dataset[0], scored_kind(config)):
-        print(f"warning: {told}", flush=True)
+    train, val = load_datasets(config)
+    asked = [(config, val if train is None else train)]
+    if has_own(config):
+        asked.append((for_validation(config), val))
+    for rewards, dataset in asked:
+        if told := try_reward(rewards, dataset[0], scored_kind(config)):
+            print(f"warning: {told}", flush=True)
 
 
 def _run_on_ray(config: DictConfig, task_runner_class: Any, quiet: bool) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.pipelines.settings import check_steps
+from verl_omni.rewards.validation import has_own
 
 WHERE = "algorithm.filter_groups.enable=true"
 
@@ -50,11 +51,11 @@ def check_pairwise(settings: DiffusionTrainerConfig) -> None:
             f"reward.pairwise.by={by} makes one reward, the win rate, and algorithm.adv_estimator="
             f"{settings.algorithm.adv_estimator} adds up several: leave one of them out"
         )
-    if by != "score" and settings.data.val_files is not None:
+    if by != "score" and settings.data.val_files is not None and not has_own(settings):
         seen = "compares two images" if by == "pair" else "shows a reward the images of a group"
         raise ValueError(
-            f"reward.pairwise.by={by} {seen}, and validation has a single one: leave data.val_files out, "
-            "and compare checkpoints with `verl-omni eval`"
+            f"reward.pairwise.by={by} {seen}, and validation has a single one: name what scores that, such as "
+            "'reward.validation.scorers=[{name: pickscore}]', or leave data.val_files out"
         )
 
 

@@ -19,6 +19,7 @@ FILES = (
     "actor_rollout_ref.ref.path",
     "actor_rollout_ref.rollout.http.token_file",
     "reward.custom_reward_function.path",
+    "reward.validation.custom_reward_function.path",
     "reward.reward_manager.module.path",
     "trainer.resume_from_path",
     "trainer.replay",
@@ -26,7 +27,11 @@ FILES = (
 CALLBACKS = "trainer.callbacks"
 EXTERNAL_LIB = "actor_rollout_ref.model.external_lib"
 # Arguments of rewards: of these only what looks like a path, and is one here.
-ARGUMENTS = ("reward.scorers", "reward.custom_reward_function.reward_kwargs")
+ARGUMENTS = tuple(
+    f"reward.{whose}{name}"
+    for whose in ("", "validation.")
+    for name in ("scorers", "custom_reward_function.reward_kwargs")
+)
 
 # Set for every process by the run itself.
 OWN_VARIABLES = ("PYTHONPATH", "CUDA_VISIBLE_DEVICES", "VERL_PLATFORM", "TOKENIZERS_PARALLELISM")

@@ -9,12 +9,16 @@ from omegaconf import DictConfig, OmegaConf
 from verl_omni.utils.hub import model_folder
 from verl_omni.utils.suggest import nearest, unknown
 
+# Of the run's own judge, whose port comes later.
+JUDGE = "http://127.0.0.1"
+
 
 def check_reward_manager(config: DictConfig) -> None:
     """It is there, and it is for images: verl's own are for text."""
     from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
     from verl.trainer.ppo.reward import resolve_reward_manager_cls
 
+    import verl_omni.rewards.image_manager  # noqa: F401  (registers "image")
     from verl_omni.utils.time_limit import time_limit
 
     manager = config.reward.reward_manager
@@ -35,7 +39,7 @@ def check_reward_manager(config: DictConfig) -> None:
         ) from error
 
 
-def check_judge(served: DictConfig, device: str) -> None:
+def check_served(served: DictConfig, device: str) -> None:
     """It has a model, and devices where there are any."""
     from verl_omni.rewards.torch_models import refuse_code_of
 
@@ -79,32 +83,92 @@ def check_ground_truth(choice: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def check_rewards(config: DictConfig) -> None:
-    """The user's reward function loads and takes what it will be given, or every data source has a reward."""
+    """The user's reward function loads and takes what it will be given, or every data source has a reward. So has
+    validation, where other rewards are named for it."""
     from verl_omni.algorithms.registry import get_diffusion_loss_fn
     from verl_omni.data.loading import load_datasets
-    from verl_omni.data.prompt_rows import NO_SOURCE
-    from verl_omni.rewards import check_package, check_settings, get_reward_fn
-    from verl_omni.rewards.choice import OWN, read_choices, rewards_of, weighted
-    from verl_omni.rewards.differentiable import check_differentiable
-    from verl_omni.rewards.judge import with_judge
-    from verl_omni.rewards.reward_loop import load_custom_reward_function
-    from verl_omni.rewards.scoring import as_reward_function
-    from verl_omni.trainer.checks.reward_trial import made_kind, scored_kind, try_gradient
+    from verl_omni.rewards.validation import has_own
+    from verl_omni.trainer.checks.reward_trial import made_kind
     from verl_omni.utils.responses import KINDS
     from verl_omni.utils.responses import check_package as check_written
 
     check_reward_manager(config)
-    scorers = config.reward.scorers
-    choices = read_choices(OmegaConf.to_container(scorers, resolve=True) if scorers else None)
-    served = config.reward.reward_model
-    if served.enable:
-        check_judge(served, config.trainer.device)
-        named, choices = choices, with_judge(choices, "http://127.0.0.1", served.model_path)  # its port comes later
-        if choices == named and not config.reward.custom_reward_function.path:
+    check_judge(config)
+    asked = config.actor_rollout_ref.rollout.http.port is not None
+    if config.trainer.log_train_groups or config.data.val_files or asked:  # else no file is made of any response
+        check_written(KINDS[made_kind(config)])
+        if made_kind(config) == "video" and importlib.util.find_spec("av") is None:
+            print("videos are kept as animations (GIF); as mp4 files with: pip install 'verl-omni[video]'", flush=True)
+    datasets = [dataset for dataset in load_datasets(config) if dataset is not None]
+    loss = get_diffusion_loss_fn(config.actor_rollout_ref.actor.diffusion_loss.loss_mode)
+    follows = "predicted_reward" in loss.required_model_output_keys
+    _check_rewards(config, datasets[:1] if has_own(config) else datasets, follows)
+    if has_own(config):
+        check_validation(config, datasets[-1])
+
+
+def check_validation(config: DictConfig, prompts: Any) -> None:
+    """As the rewards of training, of the prompts of validation."""
+    from verl_omni.rewards.validation import for_validation
+
+    own = for_validation(config)
+    for label, choice in read_choices_of(own).items():
+        if choice.processes:
             raise ValueError(
-                "reward.reward_model.enable=true starts a judge that nobody asks: name it as a reward, "
-                "'reward.scorers=[{name: vlm_judge}]'"
+                f"reward.validation.scorers.{label}.processes has no effect: the reward.num_workers processes score "
+                "what validation draws; leave it out"
             )
+    try:
+        _check_rewards(own, [prompts])
+    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
+        raise type(error)(f"reward.validation: {error}") from None
+
+
+def check_judge(config: DictConfig) -> None:
+    """It has a model, devices where there are any, and a reward that asks it."""
+    from verl_omni.rewards.validation import for_validation
+
+    if not config.reward.reward_model.enable:
+        return
+    check_served(config.reward.reward_model, config.trainer.device)
+    if not asks_judge(config) and not asks_judge(for_validation(config)):
+        raise ValueError(
+            "reward.reward_model.enable=true starts a judge that nobody asks: name it as a reward, "
+            "'reward.scorers=[{name: vlm_judge}]'"
+        )
+
+
+def asks_judge(config: DictConfig) -> bool:
+    """Whether a reward may ask the run's own judge; what a function of the user's does, nobody knows."""
+    from verl_omni.rewards.judge import with_judge
+
+    named = read_choices_of(config)
+    return bool(config.reward.custom_reward_function.path) or with_judge(named, JUDGE, "") != named
+
+
+def read_choices_of(config: DictConfig) -> dict[str, Any]:
+    """`reward.scorers`, as they are read."""
+    from verl_omni.rewards.choice import read_choices
+
+    scorers = config.reward.scorers
+    return read_choices(OmegaConf.to_container(scorers, resolve=True) if scorers else None)
+
+
+def _check_rewards(config: DictConfig, datasets: list[Any], follows: bool = False) -> None:
+    """The rewards of these rows; `follows`: the loss climbs their gradient."""
+    from verl_omni.data.prompt_rows import NO_SOURCE
+    from verl_omni.rewards import check_package, check_settings, get_reward_fn
+    from verl_omni.rewards.choice import OWN, rewards_of, weighted
+    from verl_omni.rewards.differentiable import check_differentiable
+    from verl_omni.rewards.judge import with_judge
+    from verl_omni.rewards.reward_loop import load_custom_reward_function
+    from verl_omni.rewards.scoring import as_reward_function
+    from verl_omni.trainer.checks.reward_trial import scored_kind, try_gradient
+    from verl_omni.utils.responses import KINDS
+
+    choices, served = read_choices_of(config), config.reward.reward_model
+    if served.enable:
+        choices = with_judge(choices, JUDGE, served.model_path)
     for choice in choices.values():
         if choice.name == OWN and (choice.settings or choice.processes):
             given = next(iter(choice.settings), "processes")
@@ -116,11 +180,6 @@ def check_rewards(config: DictConfig) -> None:
             check_settings(choice.name, choice.settings, choice.label)
             check_package(choice.name)
     function, kind = load_custom_reward_function(config.reward), KINDS[scored_kind(config)]
-    asked = config.actor_rollout_ref.rollout.http.port is not None
-    if config.trainer.log_train_groups or config.data.val_files or asked:  # else no file is made of any response
-        check_written(KINDS[made_kind(config)])
-        if made_kind(config) == "video" and importlib.util.find_spec("av") is None:
-            print("videos are kept as animations (GIF); as mp4 files with: pip install 'verl-omni[video]'", flush=True)
     own = function is not None
     if own:
         function.check_takes(kind)
@@ -146,11 +205,8 @@ def check_rewards(config: DictConfig) -> None:
             f"place: give its settings in reward_kwargs there, or add both up with {{name: {OWN}, weight: 1}} in "
             "reward.scorers"
         )
-    loss = get_diffusion_loss_fn(config.actor_rollout_ref.actor.diffusion_loss.loss_mode)
-    follows = "predicted_reward" in loss.required_model_output_keys
     if follows:
         check_differentiable(config.reward)
-    datasets = [dataset for dataset in load_datasets(config) if dataset is not None]
     rows = [dataset[i] for dataset in datasets for i in range(len(dataset))]
     if follows and own:
         try_gradient(config, function, rows[0])

@@ -11,6 +11,8 @@ from verl.protocol import DataProto
 
 from verl_omni.agent_loop.outputs import side_by_side
 from verl_omni.pipelines.settings import validation_sampling
+from verl_omni.rewards.validation import COLUMN as VALIDATES
+from verl_omni.rewards.validation import has_own
 from verl_omni.trainer.diffusion.experience import Experience, new_experience, places
 from verl_omni.trainer.diffusion.filter_groups import GroupFilter, start_filtered
 from verl_omni.trainer.diffusion.group_queue import Group
@@ -139,6 +141,8 @@ class Sampling:
             seeds = range(val.seed + start, val.seed + start + len(batch) * val.n)  # as a user counts them
             batch = self._rollout_batch(batch, val.n, seeds, sampling, self.global_step)
             batch.meta_info["scores_only"] = True  # who draws the images writes them
+            if has_own(self.config):
+                batch.non_tensor_batch[VALIDATES] = object_array([True] * len(batch))
             files = {i: str(folder / f"{start + i:05d}") for i in range(len(batch)) if limit < 0 or start + i < limit}
             start += len(seeds)
             output, scores = self._draw(batch, policy, files)()
