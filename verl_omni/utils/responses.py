@@ -115,6 +115,18 @@ def _frame_rate(response: "Video | VideoWithSound | torch.Tensor") -> float:
     return response.frame_rate if isinstance(response, Video | VideoWithSound) else FRAME_RATE
 
 
+def videos_with_sound(
+    decoded: "tuple[torch.Tensor, torch.Tensor]", sample_rate: int, frame_rate: float
+) -> list[VideoWithSound]:
+    """Of videos (B, F, 3, H, W) in [0, 1] and waves (B, channels, time)."""
+    import torch
+
+    videos, waves = decoded
+    frames = (videos * 255).round().to(torch.uint8).cpu()
+    sounds = [Sound(wave.clamp(-1, 1).cpu(), sample_rate) for wave in waves]
+    return [VideoWithSound(*pair, frame_rate) for pair in zip(frames, sounds, strict=True)]
+
+
 def wav_file(sound: Sound) -> bytes:
     """16 bits a sample. What is beyond [-1, 1] is clipped; NaN is an error."""
     check_sound(sound)

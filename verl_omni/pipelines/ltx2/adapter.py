@@ -16,7 +16,7 @@ from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.model_base import Conditions, DiffusionModelBase
 from verl_omni.pipelines.shared_tokens import TokenPlan
 from verl_omni.pipelines.utils import audio_weights, check_length, diffusers_since, flow_shift, read_component_config
-from verl_omni.utils.responses import Sound, VideoWithSound
+from verl_omni.utils.responses import VideoWithSound, videos_with_sound
 
 AUDIO_STEP = 4  # of the spectrogram, in time, a latent; upstream has it as a constant
 FRAME_RATE = 24.0
@@ -254,10 +254,7 @@ class LTX2(DiffusionModelBase):
     def responses(
         cls, decoded: tuple[torch.Tensor, torch.Tensor], pipe: Any, model_config: DiffusionModelConfig
     ) -> list[VideoWithSound]:
-        video, waves = decoded
-        frames, rate = (video * 255).round().to(torch.uint8).cpu(), cls.frame_rate(model_config)
-        sounds = [Sound(wave.clamp(-1, 1).cpu(), pipe.vocoder.config.output_sampling_rate) for wave in waves]
-        return [VideoWithSound(*pair, rate) for pair in zip(frames, sounds, strict=True)]
+        return videos_with_sound(decoded, pipe.vocoder.config.output_sampling_rate, cls.frame_rate(model_config))
 
     @classmethod
     def check(cls, model_config: DiffusionModelConfig) -> None:

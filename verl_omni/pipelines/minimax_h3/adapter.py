@@ -26,7 +26,7 @@ from verl_omni.pipelines.utils import (
     read_component_config,
 )
 from verl_omni.utils.json_files import read_object
-from verl_omni.utils.responses import Sound, VideoWithSound
+from verl_omni.utils.responses import VideoWithSound, videos_with_sound
 
 FRAMES = 124
 VIDEO, TEXT, SOUND = range(3)  # what the transformer calls the rows of each
@@ -294,10 +294,7 @@ class MiniMaxH3(DiffusionModelBase):
     def responses(
         cls, decoded: tuple[torch.Tensor, torch.Tensor], pipe: Any, model_config: DiffusionModelConfig
     ) -> list[VideoWithSound]:
-        video, waves = decoded
-        frames, rate = (video * 255).round().to(torch.uint8).cpu(), cls.frame_rate(model_config)
-        sounds = [Sound(wave.clamp(-1, 1).cpu(), pipe.audio_vae.config.sampling_rate) for wave in waves]
-        return [VideoWithSound(*pair, rate) for pair in zip(frames, sounds, strict=True)]
+        return videos_with_sound(decoded, pipe.audio_vae.config.sampling_rate, cls.frame_rate(model_config))
 
     @classmethod
     def check(cls, model_config: DiffusionModelConfig) -> None:
