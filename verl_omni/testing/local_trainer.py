@@ -28,7 +28,7 @@ from verl_omni.trainer.diffusion.rollouts import EmbeddedRollouts, ServerRollout
 from verl_omni.trainer.resources import choose_device
 from verl_omni.utils.background import start, wait_for
 from verl_omni.workers.diffusion_worker import DiffusionWorker
-from verl_omni.workers.engine.compile import clock
+from verl_omni.workers.engine.compile.clock import clock
 from verl_omni.workers.rewriting_worker import worker_class
 from verl_omni.workers.rollout import server_class
 from verl_omni.workers.rollout.base import RolloutOutput
