@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from composed import composed
+from diffusers import ModelMixin
 from omegaconf import OmegaConf
 from test_architectures import TABLE, picture
 from tiny_models import tiny_checkpoint
@@ -136,7 +137,8 @@ def test_what_is_around_the_transformer_is_counted(architecture, tmp_path):
     decoders = modules.keys() & {"vae", "audio_vae", "vocoder"}
 
     def width(module: torch.nn.Module, parameter: str) -> int:
-        wide = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+        """transformers means float16 alone by the same name."""
+        wide = set(module._keep_in_fp32_modules or ()) if isinstance(module, ModelMixin) else set()
         return costs.dtype.itemsize if wide.isdisjoint(parameter.split(".")) else 4
 
     def held(names) -> int:
