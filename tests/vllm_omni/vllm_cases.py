@@ -9,7 +9,7 @@ from test_architectures import SEQUENCE, Architecture
 
 from verl_omni.config import DiffusionModelConfig, DiffusionRolloutConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
-from verl_omni.utils.responses import VideoWithSound
+from verl_omni.utils.responses import Video, VideoWithSound, pixels_of
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.batched import BatchedRollout
 
@@ -64,7 +64,5 @@ def assert_same(one: RolloutOutput, other: RolloutOutput, tolerance: float = 2e-
     torch.testing.assert_close(my_sound, their_sound, atol=tolerance, rtol=tolerance)
 
 
-def seen_and_heard(response: torch.Tensor | VideoWithSound) -> tuple[torch.Tensor, torch.Tensor]:
-    if isinstance(response, VideoWithSound):
-        return response.frames, response.sound.samples
-    return response, torch.zeros(0)
+def seen_and_heard(response: torch.Tensor | Video | VideoWithSound) -> tuple[torch.Tensor, torch.Tensor]:
+    return pixels_of(response), response.sound.samples if isinstance(response, VideoWithSound) else torch.zeros(0)
