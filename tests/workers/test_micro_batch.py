@@ -59,9 +59,9 @@ class PretendedDevice:
     def synchronize(self) -> None: ...
 
 
-def engine_on(monkeypatch, device: PretendedDevice, most: float = math.inf, lora: bool = True):
+def engine_on(monkeypatch, device: PretendedDevice, most: float = math.inf, lora: bool = True, model: str = ""):
     """The more rows, the faster each; more than `most` are an error of the allocator."""
-    engine = make_engine(model_config(tiny_checkpoint(), cfg=True, lora=lora))
+    engine = make_engine(model_config(model or tiny_checkpoint(), cfg=True, lora=lora))
     compute = engine.prepare_model_outputs
 
     def compute_and_count(batch):
@@ -279,12 +279,12 @@ def test_a_checkpoint_keeps_what_was_found_and_a_number_is_the_users(tmp_path):
         assert again.micro_batch_size == expected_rows
 
 
-def on_a_rank(rank: int, path: str) -> None:
+def on_a_rank(rank: int, path: str, model: str) -> None:
     """The second rank has less memory: both take what goes there, and neither tries more."""
     dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{path}/meeting")
     with pytest.MonkeyPatch.context() as monkeypatch:
         device = PretendedDevice(GIB, GIB * (0.4, 1.2)[rank])
-        engine = engine_on(monkeypatch, device)
+        engine = engine_on(monkeypatch, device, model=model)
         with_memory(monkeypatch)
         found, _ = trial(engine, 18)
         assert found == max(device.tried) == 4
@@ -292,4 +292,5 @@ def on_a_rank(rank: int, path: str) -> None:
 
 
 def test_ranks_agree_and_none_tries_what_another_has_no_memory_for(tmp_path):
-    start_ranks(on_a_rank, (str(tmp_path),))
+    """The model is there before they meet: of ranks transformers lets the first one alone write a folder."""
+    start_ranks(on_a_rank, (str(tmp_path), str(tiny_checkpoint())))
