@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -285,3 +286,15 @@ def test_folders_and_files_behind_links_are_models_too(tmp_path):
     for again in ("one", "two"):
         (folder / again).symlink_to("vae")
     check_model_folder(DiffusionModelConfig(path=str(folder)))
+
+
+def test_a_start_says_nothing_of_modular_pipelines(tmp_path):
+    """diffusers has a warning for whoever imports them, which stood among the first lines of every run."""
+    looks = (
+        "import sys; from verl_omni.testing.tiny_random import build_tiny_random\n"
+        "from verl_omni.config import DiffusionModelConfig\n"
+        "from verl_omni.pipelines.model_folder import check_model_folder\n"
+        "check_model_folder(DiffusionModelConfig(path=str(build_tiny_random('QwenImagePipeline', sys.argv[1]))))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", looks, tmp_path / "m"], capture_output=True, text=True, check=True)
+    assert "Modular" not in done.stdout + done.stderr

@@ -13,10 +13,11 @@ variant of a class has a name after a hyphen, as in WanPipeline-2.2. Ours are in
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers import ModularPipeline
 
+from verl_omni.pipelines.utils import is_modular
 from verl_omni.testing import tiny_images, tiny_sounds, tiny_videos  # noqa: F401  (registers their builders)
 from verl_omni.testing.tiny_builders import BUILDERS, image_vae, register_builder, strengthen
 from verl_omni.testing.tiny_image_text import image_text_model
@@ -50,14 +51,14 @@ def build_tiny_random(pipeline_class: str, out: str | Path, seed: int = 0) -> Pa
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipeline = BUILDERS[pipeline_class]()
-    if isinstance(pipeline, ModularPipeline):
+    if is_modular(type(pipeline)):
         save_modular(pipeline, str(out))
     else:
         pipeline.save_pretrained(out)
     return Path(out)
 
 
-def save_modular(pipeline: ModularPipeline, out: str) -> None:
+def save_modular(pipeline: Any, out: str) -> None:
     """Its index names the folder for each component: here the one that it lies in, wherever that is."""
     pipeline.save_pretrained(out, overwrite_modular_index=True)
     index = Path(out, MODULAR)
