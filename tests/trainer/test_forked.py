@@ -57,6 +57,7 @@ def lines(*command, **more):
     return done.stdout, done.stderr
 
 told["killed first"] = lines("sh", "-c", f"echo 777 > /proc/self/oom_score_adj; exec {shlex.join(asks)} look.py")
+told["by a shell"] = lines("bash", "-c", f"exec {shlex.join(asks)} look.py")
 told["signals of a fork"] = lines(*asks, "signals.py")
 told["without the key"] = lines(*asks, "look.py", **{ask_for_fork.KEY: "0" * ask_for_fork.KEY_SIZE})
 told["no key at all"] = lines(*asks, "look.py", **{ask_for_fork.KEY: ""})
@@ -106,7 +107,7 @@ def told(tmp_path_factory) -> dict:
     (folder / "driver.py").write_text(DRIVER)
     asked = {"started": ("python", ONE), "fork": ("fork", ONE), "another": ("fork", ONE), "home": ("fork", HOME)}
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    environment |= {"PYTHONPATH": str(Path(__file__).parents[2]), "PS1": "(.venv) $ "}
     done = subprocess.run(
         [sys.executable, "driver.py", json.dumps(asked)],
         cwd=folder,
@@ -131,7 +132,13 @@ def test_a_fork_is_what_a_started_process_is(told):
 
 def test_python_is_started_where_a_library_may_have_read_a_variable(told):
     found, errors = told["home"]
-    assert not found["loaded"] and found["variables"]["HF_HOME"] == "/elsewhere" and errors == ""
+    assert not found["loaded"] and found["variables"]["HF_HOME"] == "/elsewhere"
+    assert errors == "no fork of the libraries, Python is started: Differs('HF_HOME: another value than on import')\n"
+
+
+def test_a_shell_that_drops_its_prompt_between_them_changes_nothing(told):
+    """As Ray's does, which starts workers by `bash -c`, of the prompt that `source .venv/bin/activate` exports."""
+    assert told["by a shell"][0].startswith("True ") and told["by a shell"][1] == ""
 
 
 def test_a_fork_and_who_asked_for_it_end_together(told):

@@ -4,8 +4,8 @@ To import torch and its companions is most of the start of a small run, in each 
 forks a process once it has them, and before it knows verl and Ray. It waits, and Ray starts its workers by
 `ask_for_fork.py`, which asks for a fork of it. A fork becomes what a started Python would be: arguments, environment,
 folder, files, where modules are found, what is random, how many threads compute. It says so to who asked. Where it
-cannot, as a library may have read a variable on import that is another one for the worker, it ends without a word, and
-who asked starts Python after all.
+cannot, as a library may have read a variable on import that is another one for the worker, it says why in the worker's
+log and ends, and who asked starts Python after all.
 """
 
 import atexit
@@ -46,6 +46,7 @@ READ_LATER = {
     "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WG_BACKEND", "WG_PREFIX",
     "REDIS_STORE_SERVER_HOST", "PYTHONPATH", "PYTHONBREAKPOINT", "PWD", "OLDPWD", "SHLVL", "_", "SPT_NOENV",
     "LAZY_LEGACY_OP", "TORCH_CUDA_ARCH_LIST",  # verl sets them on its own import, which is yet to come
+    "PS1", "PS2", "PS4",  # a virtual environment exports its prompt, and the shell by which Ray starts a worker drops it
 }  # fmt: skip
 OF_THE_REST = ("RAY_", "VERL_", "VEOMNI_", "VLLM_")  # of what is not imported yet
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # for the driver, which may have a step to finish and to save
@@ -159,8 +160,6 @@ def wait_and_become(listening: socket.socket, key: str) -> Callable[[], Any]:
         wanted.connection.send(ask_for_fork.READY)
         wanted.connection.close()
         return ready
-    except Differs:
-        os._exit(1)
     except Exception as error:  # nothing of the worker has run yet: Python can still be started
         print(f"no fork of the libraries, Python is started: {error!r}", file=sys.stderr, flush=True)
         os._exit(1)
@@ -240,7 +239,7 @@ def check_environment(here: dict[str, str], there: dict[str, str]) -> None:
     """`Differs` where a library that is imported may have read what is different there."""
     changed = {name for name in here.keys() | there.keys() if here.get(name) != there.get(name)} - READ_LATER
     if changed := {name for name in changed if not name.startswith(OF_THE_REST)}:
-        raise Differs(sorted(changed))
+        raise Differs(f"{', '.join(sorted(changed))}: another value than on import")
     told = there.get("OMP_NUM_THREADS")
     if told != here.get("OMP_NUM_THREADS") and told not in (None, "1", str(sys.modules["torch"].get_num_threads())):
         raise Differs("MKL would not share its work out in the same way")
