@@ -113,3 +113,24 @@ def test_the_only_machine_finds_the_ports_of_its_ranks_itself(addresses, only, m
     monkeypatch.setattr(processes.ray, "nodes", lambda: [*nodes, gone])
     monkeypatch.setattr(processes.ray.util, "get_node_ip_address", lambda: "10.0.0.1")
     assert processes.only_machine() is only
+
+
+def test_no_process_is_started_to_find_them_and_they_reach_the_ranks(monkeypatch):
+    """Through verl's own start of a group, up to where it has asked for them."""
+    from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
+    from verl.single_controller.ray.base import get_master_addr_port
+
+    def meet(self, **given):
+        self._get_master_addr_port(None, master_port_range=self._ray_master_port_range)
+
+    def refuse(**given):
+        raise AssertionError("a process of Ray's for a port")
+
+    monkeypatch.setattr(RayWorkerGroup, "_init_with_resource_pool", meet)
+    monkeypatch.setattr(RayWorkerGroup, "_bind_worker_method", lambda *given: [])
+    monkeypatch.setattr(get_master_addr_port, "options", refuse)
+    monkeypatch.setattr(processes, "only_machine", lambda: True)
+    monkeypatch.setattr(processes.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    pool, worker = RayResourcePool([1], use_gpu=False), SimpleNamespace(cls=None, fused_worker_used=False)
+    group = processes.Ranks(pool, worker, device_name="cpu", master_port_range=[30200, 30300])
+    assert group.master_address == "127.0.0.1" and 30200 <= int(group.master_port) < 30300

@@ -117,7 +117,7 @@ def _run(config: "DictConfig") -> None:
 
 
 def import_checks(config: "DictConfig") -> None:
-    """What imports make is not garbage: to look for some takes an eighth of their time."""
+    """What imports make is not garbage. To look for some takes an eighth of their time, and as much after them."""
     from omegaconf import OmegaConf
 
     from verl_omni.trainer import forked
@@ -131,6 +131,7 @@ def import_checks(config: "DictConfig") -> None:
             forked.prepare()
         import verl_omni.trainer.checks.preflight  # noqa: F401
     finally:
+        gc.freeze()
         gc.enable()
 
 

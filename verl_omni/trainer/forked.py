@@ -46,7 +46,7 @@ READ_LATER = {
     "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WG_BACKEND", "WG_PREFIX",
     "REDIS_STORE_SERVER_HOST", "PYTHONPATH", "PYTHONBREAKPOINT", "PWD", "OLDPWD", "SHLVL", "_", "SPT_NOENV",
     "LAZY_LEGACY_OP", "TORCH_CUDA_ARCH_LIST",  # verl sets them on its own import, which is yet to come
-    "PS1", "PS2", "PS4",  # a virtual environment exports its prompt, and the shell by which Ray starts a worker drops it
+    "PS1", "PS2", "PS4",  # a virtual environment exports its prompt, and Ray's shell drops it
 }  # fmt: skip
 OF_THE_REST = ("RAY_", "VERL_", "VEOMNI_", "VLLM_")  # of what is not imported yet
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # for the driver, which may have a step to finish and to save

@@ -226,9 +226,10 @@ class DiffusionWorker(Worker):
 
     @functools.cached_property
     def channel(self) -> "Channel":
+        is_master = dist.get_rank() == 0  # before the import: verl asks the driver for all attributes of this class
         from verl_omni.workers.transfer.channel import Channel
 
-        return Channel(self.rollout_config.checkpoint_engine, is_master=dist.get_rank() == 0)
+        return Channel(self.rollout_config.checkpoint_engine, is_master)
 
     # ---- training ------------------------------------------------------------------------------------
 

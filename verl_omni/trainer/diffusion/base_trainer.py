@@ -39,7 +39,7 @@ class BaseRayDiffusionTrainer(Sampling):
         tokenizer: Any,
         role_worker_mapping: processes.WorkerClasses,
         resource_pool_manager: Placement,
-        ray_worker_group_cls: type[RayWorkerGroup] = RayWorkerGroup,
+        ray_worker_group_cls: type[RayWorkerGroup] = processes.Ranks,
         processor: Any = None,
         train_dataset: Dataset | None = None,
         val_dataset: Dataset | None = None,

@@ -29,23 +29,31 @@ def start_workers(
 ) -> RayWorkerGroup:
     """Those that hold the model; they have not loaded it yet."""
     pools.create_resource_pool()
-    ports, meeting = rendezvous_ports(), {}
-    if only_machine():
-        meeting = dict(zip(("master_addr", "master_port"), get_master_addr_port._function(ports), strict=True))
     workers = group(
         resource_pool=pools.get_resource_pool(Role.ActorRollout),
         ray_cls_with_init=RayClassWithInitArgs(classes[Role.ActorRollout], config=config),
         device_name=device,
         worker_env=worker_environment(device, busy_at_once(config, config.trainer.n_gpus_per_node), config.ray.address),
-        master_port_range=ports,
-        **meeting,
+        master_port_range=rendezvous_ports(),
     )
     know("model worker", workers.workers)
     return workers
 
 
+class Ranks(RayWorkerGroup):
+    """verl's, which does not wait for a process that looks for a port where the first rank will be, if that is here.
+
+    verl takes an address and a port as arguments too, and forgets them before it looks (0.9.1).
+    """
+
+    def _get_master_addr_port(self, pg: Any, bundle_index: int = 0, master_port_range: list[int] | None = None) -> None:
+        if only_machine():
+            self._master_addr, self._master_port = get_master_addr_port._function(master_port_range)
+        super()._get_master_addr_port(pg, bundle_index, master_port_range)
+
+
 def only_machine() -> bool:
-    """Whether Ray has no other: verl would start a process on the one where the first rank will be, to find a port."""
+    """Whether Ray has no other."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     return [node["NodeManagerAddress"] for node in nodes] == [ray.util.get_node_ip_address()]
 
