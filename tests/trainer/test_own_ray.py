@@ -86,12 +86,12 @@ def test_it_is_not_started_for_ever(started):
 
 
 def test_nothing_of_it_stays(started):
-    before = services.start_ray_process, services.get_node, node.wait_for_persisted_port, parameter.RayParams
+    exchanged = [(services, "start_ray_process"), (services, "get_node"), (services, "start_api_server")]
+    exchanged += [(node, "wait_for_persisted_port"), (parameter, "RayParams")]
+    before = [getattr(*one) for one in exchanged]
     started.codes = [1, None]
     start_own_ray({})
-    assert before == (
-        services.start_ray_process, services.get_node, node.wait_for_persisted_port, parameter.RayParams
-    )  # fmt: skip
+    assert before == [getattr(*one) for one in exchanged]
     assert not own_ray.LIMITS.keys() & os.environ.keys()
     assert started.processes[0].returncode == 1 and started.processes[1].poll() is None
 
@@ -111,6 +111,16 @@ def test_the_names_that_it_exchanges_are_those_of_ray():
     with open(node.__file__) as file:
         source = file.read()
     assert "ray._private.services.get_node(" in source and "= wait_for_persisted_port(" in source
+    assert "self._webui_url, process_info = ray._private.services.start_api_server(" in source
+
+
+def test_no_process_that_counts_how_ray_is_used(started, monkeypatch):
+    """Ray starts one even without a dashboard, and waits for it: two thirds of its start."""
+    asked = []
+    monkeypatch.setattr(services, "start_api_server", lambda *given: asked.append(given))
+    monkeypatch.setattr(own_ray, "_init", lambda arguments: asked.append(services.start_api_server(False, port=None)))
+    start_own_ray({})
+    assert asked == [(None, None)]
 
 
 @pytest.mark.parametrize("log", ["", "[2026-11-17 23:09:45,942 I 1 1] (raylet) main.cc:1: All is well\n"])

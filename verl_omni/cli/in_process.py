@@ -13,8 +13,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_omni.config import DiffusionRolloutConfig
 from verl_omni.config.algorithm import RolloutCorrectionConfig
+from verl_omni.config.keys import structured
 from verl_omni.config.rollout import CheckpointEngineConfig, HttpConfig
-from verl_omni.config.schema import DiffusionTrainerConfig, RewardModelConfig
+from verl_omni.config.schema import RewardModelConfig
 
 ARR = "actor_rollout_ref."
 FSDP, ROLLOUT = f"{ARR}actor.fsdp_config", f"{ARR}rollout"
@@ -118,7 +119,7 @@ def alone(config: DictConfig, changes: Mapping[str, Any]) -> DictConfig:
 def draws_as_it_trains(config: DictConfig) -> bool:
     from verl_omni.trainer.checks.correction import same_arithmetic
 
-    return same_arithmetic(OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DiffusionTrainerConfig), config)))
+    return same_arithmetic(OmegaConf.to_object(OmegaConf.merge(structured(), config)))
 
 
 @contextmanager

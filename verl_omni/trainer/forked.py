@@ -38,7 +38,8 @@ LIBRARIES = ("torch._dynamo", "tensordict", "transformers.modeling_utils", "data
 # What those import that hold a model, and what Ray and verl take from others; the process that waits has the time.
 FOR_WORKERS = (
     "peft", "diffusers.pipelines.pipeline_utils", "torch.distributed.fsdp",
-    "pydantic.main", "pydantic.dataclasses", "jsonschema", "google.protobuf.json_format", "zmq",
+    "torch.distributed.checkpoint.state_dict", "pydantic.main", "pydantic.dataclasses", "pydantic.v1", "jsonschema",
+    "google.protobuf.json_format", "zmq",
 )  # fmt: skip
 # Variables that may differ: libraries read these when they are used, or not at all.
 READ_LATER = {

@@ -167,6 +167,10 @@ def _patience(daemons: Daemons) -> Iterator[dict[str, Any]]:
                     raise RunError(f"Ray did not start within {SECONDS:.0f} s: {error}") from error
             time.sleep(0.1)
 
+    def no_api_server(*args: Any, **kwargs: Any) -> tuple[None, None]:
+        """Where no dashboard is wanted it would count how Ray is used, and be waited for."""
+        return None, None
+
     def wait_for_port(*args: Any, **kwargs: Any) -> int:
         return patient(node_wait, *args, **kwargs | {"timeout_ms": 100})
 
@@ -175,6 +179,7 @@ def _patience(daemons: Daemons) -> Iterator[dict[str, Any]]:
     with ExitStack() as stack:
         stack.enter_context(environment(LIMITS))
         stack.enter_context(swapped(services, "start_ray_process", start))
+        stack.enter_context(swapped(services, "start_api_server", no_api_server))
         stack.enter_context(swapped(services, "get_node", functools.partial(patient, get_node)))
         stack.enter_context(swapped(node, "wait_for_persisted_port", wait_for_port))
         # no_monitor: there are no other machines that could be added or given back

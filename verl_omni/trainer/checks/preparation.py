@@ -4,7 +4,6 @@ Everything here happens before a worker starts, so that a mistake costs seconds.
 """
 
 import dataclasses
-import functools
 import os
 import sys
 from typing import Any
@@ -23,7 +22,7 @@ from verl_omni.algorithms.registry import (
 )
 from verl_omni.config import DiffusionPipelineConfig, validation_pipeline
 from verl_omni.config.algorithm import DiffusionAlgoConfig
-from verl_omni.config.keys import check_keys_of, take_moved
+from verl_omni.config.keys import check_keys_of, structured, take_moved
 from verl_omni.config.knob import Range, check_effect, check_ranges
 from verl_omni.config.rollout import OF_SOME_MODELS
 from verl_omni.config.schema import DiffusionTrainerConfig
@@ -64,7 +63,7 @@ def prepare_config(config: DictConfig) -> DictConfig:
     """The resolved configuration, checked."""
     import_external_lib(config.actor_rollout_ref.model.external_lib)
     check_keys_of(config)
-    known = OmegaConf.merge(_schema(), config)
+    known = OmegaConf.merge(structured(), config)
     for line in take_moved(known):
         print(line, file=sys.stderr, flush=True)
     known = pinned_names(known)
@@ -77,11 +76,6 @@ def prepare_config(config: DictConfig) -> DictConfig:
     prepared = with_names(OmegaConf.structured(settings), known)
     # On this machine all processes have one folder, and a user sees the paths that were typed.
     return with_absolute_paths(prepared) if settings.ray.address else prepared
-
-
-@functools.cache
-def _schema() -> DictConfig:
-    return OmegaConf.structured(DiffusionTrainerConfig)
 
 
 def _fill(settings: DiffusionTrainerConfig) -> DiffusionTrainerConfig:
