@@ -13,7 +13,6 @@ are not repeated.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import statistics
@@ -26,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import find_torchao
 from benchmarks.learning_table import at
 from benchmarks.staleness import SCORE, quickstart_settings
 from verl_omni.utils.run_files import read_metrics
@@ -57,7 +57,7 @@ KINDS = {
 def check(sizes: dict[str, tuple[int, int, int]], device: str) -> dict[str, dict[str, float]]:
     """How far the device's product is from the emulation's, as a share of its size; TFLOP/s of three ways or four."""
     refuse_old_gpu(device)
-    if importlib.util.find_spec("torchao") is None:
+    if not find_torchao():
         print("torchao is not installed: its layers are not compared")
     elif device != "cuda":
         print("torchao computes in 8 bits on a GPU only: its layers are not compared")
@@ -78,14 +78,15 @@ def check(sizes: dict[str, tuple[int, int, int]], device: str) -> dict[str, dict
             "fp8": lambda x=x, h=held, s=scale, b=bias: product(x, h, s, b, torch.bfloat16),
             "fp8, compiled": lambda x=x, h=held, s=scale, b=bias: compiled(x, h, s, b, torch.bfloat16),
         }
-        if layer := torchaos(weight, bias, device):
+        layer = torchaos(weight, bias, device)
+        if layer is not None:  # a compiled layer has no truth of its own
             ways["torchao, compiled"] = lambda x=x, layer=layer: layer(x)
         own = [ways[way]()[:: max(1, rows // 64)].double().cpu() for way in ("fp8", "fp8, compiled")]
-        theirs = layer(x)[:: max(1, rows // 64)].double().cpu() if layer else None
+        theirs = layer(x)[:: max(1, rows // 64)].double().cpu() if layer is not None else None
         found[name] = {
             "off emulation": max(((o - emulated).norm() / emulated.norm()).item() for o in own),
             "off float64": ((own[0] - exact).norm() / exact.norm()).item(),
-            **({"torchao off float64": ((theirs - exact).norm() / exact.norm()).item()} if layer else {}),
+            **({"torchao off float64": ((theirs - exact).norm() / exact.norm()).item()} if layer is not None else {}),
             **{way: 2e-12 * rows * inner * outer / seconds(call, device) for way, call in ways.items()},
         }
         print(f"{name:34}" + "".join(f"  {k} {v:.4g}" for k, v in found[name].items()), flush=True)
@@ -98,7 +99,7 @@ def check(sizes: dict[str, tuple[int, int, int]], device: str) -> dict[str, dict
 def torchaos(weight: torch.Tensor, bias: torch.Tensor, device: str) -> torch.nn.Module | None:
     """A layer in torchao's 8 bits with a scale a row, as ours has; None where torchao is not installed, or there is no
     GPU: it emulates nothing."""
-    if importlib.util.find_spec("torchao") is None or device != "cuda":
+    if not find_torchao() or device != "cuda":
         return None
     layer = torch.nn.Linear(weight.shape[1], weight.shape[0], device=device, dtype=torch.bfloat16)
     layer.load_state_dict({"weight": weight, "bias": bias})

@@ -11,10 +11,10 @@ attention and two without stand for the model's 13 and 11. The last line is the 
 
 import argparse
 import functools
-import importlib.util
 from pathlib import Path
 from typing import Any
 
+from benchmarks import find_torchao
 from benchmarks.models import SD35_MEDIUM
 from benchmarks.side_by_side import Setting, Turns, run_all
 from benchmarks.sweep import import_everything
@@ -100,7 +100,7 @@ def main() -> None:
     options = parser.parse_args()
     import_everything()
     settings = [Setting(name, 16.0, measure, (modules, options.small, False)) for name, modules in LISTS.items()]
-    if options.small or importlib.util.find_spec("torchao") is None:
+    if options.small or not find_torchao():
         print("torchao computes on a GPU only" if options.small else "torchao is not installed", "and is not compared")
     else:
         settings.append(Setting("all, by torchao", 16.0, measure, (LISTS["all"], False, True)))

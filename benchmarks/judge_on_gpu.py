@@ -11,6 +11,7 @@ killed. Prints what happened, and ends with an error where a score is missing or
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import secrets
@@ -109,14 +110,18 @@ def say_one_digit(model: torch.nn.Module, digits: list[int], end: int) -> None:
 
 
 def with_command(folder: Path) -> dict[str, str]:
-    """The environment in which there is a `vllm` to start, also where the package was only unpacked."""
+    """The environment in which there is a `vllm` that starts, also where the package was only unpacked."""
+    environment = dict(os.environ)
+    if importlib.util.find_spec("flashinfer") is None:
+        print("flashinfer, which vllm samples with, is not installed: VLLM_USE_FLASHINFER_SAMPLER=0")
+        environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     if shutil.which("vllm"):
-        return dict(os.environ)
+        return environment
     command = folder / "bin/vllm"
     command.parent.mkdir(parents=True, exist_ok=True)
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m vllm.entrypoints.cli.main "$@"\n')
     command.chmod(command.stat().st_mode | stat.S_IXUSR)
-    return os.environ | {"PATH": f"{command.parent}{os.pathsep}{os.environ['PATH']}"}
+    return environment | {"PATH": f"{command.parent}{os.pathsep}{os.environ['PATH']}"}
 
 
 def start_ray(environment: dict[str, str], port: int) -> subprocess.Popen:

@@ -33,6 +33,15 @@ def import_everything() -> None:
     from verl_omni.perf import flops
 
     flops.PEAKS.clear()  # FLOP rates are not shown, and each run would wait for them to be counted
+    check_forks()
+
+
+def check_forks() -> None:
+    """After the imports, which may have begun to use CUDA: each fork would fail on its own."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        sys.exit("error: some library began to use CUDA when it was imported, and no fork can use it now: remove it")
 
 
 def run_all(jobs: list[Job], parallel: int, deadline: float = math.inf) -> list[Path]:

@@ -21,6 +21,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from benchmarks.local_runs import check_forks
 from benchmarks.run import WORKS, settings
 from benchmarks.side_by_side import NOBODY_ELSE, Turns
 
@@ -126,6 +127,7 @@ def import_everything(count_flops: bool = False) -> None:
 
     if not count_flops:
         flops.PEAKS.clear()  # no FLOP rates are shown, and each setting would wait for them to be counted
+    check_forks()
 
 
 def two_steps(work: str, images: int, overrides: list[str], turns: Turns) -> tuple[Any, dict[str, Any]]:

@@ -25,6 +25,13 @@ def test_scores_stand_against_steps_and_against_seconds():
     ]
 
 
+def test_a_compiled_layer_of_torchao_is_asked_too(monkeypatch):
+    """Which has no length, so no truth of its own."""
+    compiled = torch.compile(torch.nn.Linear(128, 256, dtype=torch.bfloat16), backend="eager")
+    monkeypatch.setattr(fp8, "torchaos", lambda *given: compiled)
+    assert fp8.check({"one": (64, 128, 256)}, "cpu")["one"]["torchao, compiled"] > 0
+
+
 def test_where_torchao_cannot_compute_a_line_says_so(capsys):
     found = fp8.check({"one": (64, 128, 256)}, "cpu")
     assert "torchao" in capsys.readouterr().out.splitlines()[0]

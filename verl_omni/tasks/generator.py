@@ -88,7 +88,10 @@ def make_generator(
     with made_whole(out) as folder:
         with rounded_products():
             pipeline, reached = trained(task, size, seconds, target, seed, begun, turn)
-        pipeline.to("cpu", torch.float16).save_pretrained(folder)
+        for part in pipeline.components.values():
+            if isinstance(part, torch.nn.Module):  # the pipeline's own `to` warns that it cannot compute so
+                part.to("cpu", torch.float16)
+        pipeline.save_pretrained(folder)
         made = {"task": task.NAME, "seed": seed, **dataclasses.asdict(size), "target": target, **reached}
         write_recipe(folder, made)
     return out
