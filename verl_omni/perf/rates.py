@@ -46,16 +46,30 @@ H200 = {
     "Flux2KleinPipeline": Rates(
         610e12, 610e12, 475e12, 370e12, 0.8e-3, 5.0e-3, "a step of FLUX.2-klein 4B with LoRA, 512 x 512"
     ),
-}
-# Of an architecture of several sizes those of the large ones, whose matrix products fill the card better. 20,354 TFLOP
-# of denoising took 36.8 s, what the VAE is reckoned to do 1.5 s, and 7,107 of an update, with the forwards that
-# checkpointing computes again, 13.5 s.
-LARGE_FROM = 10e9  # parameters
-LARGE = {
-    "WanPipeline": Rates(
-        553e12, 553e12, 526e12, 147e12, 0.8e-3, 5.0e-3, "a step of Wan2.2 A14B with LoRA, 33 frames of 480 x 832"
+    # shared out as Wan2.2 A14B's, which has checkpointing too
+    "Flux2Pipeline": Rates(
+        615e12, 615e12, 585e12, 370e12, 0.8e-3, 5.0e-3, "a step of FLUX.2-dev with LoRA and checkpointing, 512 x 512"
+    ),
+    # 4.1 s of this step are its language model's, which no plan counts
+    "GlmImagePipeline": Rates(
+        600e12, 600e12, 481e12, 370e12, 0.8e-3, 5.0e-3, "what draws of a step of GLM-Image with LoRA, 512 x 512"
+    ),
+    "QwenImageEditPlusPipeline": Rates(
+        551e12, 551e12, 450e12, 150e12, 4.4e-3, 4.6e-3, "a step of Qwen-Image-Edit with LoRA and checkpointing"
     ),
 }
+# Of an architecture of several sizes, from so many parameters on: matrix products of large ones fill the card better.
+# Of the 5B 2,810 TFLOP of denoising took 4.9 s, 936 of the VAE 2.9 s and 612 of an update 1.36 s. Of the A14B 20,354
+# took 36.8 s, what the VAE is reckoned to do 1.5 s, and 7,107 of an update, with the forwards that checkpointing
+# computes again, 13.5 s.
+LARGER = {
+    "WanPipeline": [
+        (4e9, Rates(573e12, 573e12, 450e12, 323e12, 0.8e-3, 5.0e-3, "a step of Wan2.2 TI2V 5B with LoRA, 49 frames")),
+        (10e9, Rates(
+            553e12, 553e12, 526e12, 147e12, 0.8e-3, 5.0e-3, "a step of Wan2.2 A14B with LoRA, 33 frames of 480 x 832"
+        )),
+    ],
+}  # fmt: skip
 OTHERS = "StableDiffusion3Pipeline"
 # Blocks that are not compiled, as a share of those that are: rollout and update of SD3.5-medium, the same page.
 EAGER_FORWARD, EAGER_UPDATE = 4.19 / 9.46, 4.69 / 9.98
@@ -72,8 +86,8 @@ def rates(gpu: str, architecture: str | None, parameters: float = 0) -> Rates:
     if gpu.lower() not in names:
         raise ValueError(f"--gpu={gpu}: expected one of {', '.join(names)}")
     name = names[gpu.lower()]
-    large = LARGE.get(architecture or "") if parameters >= LARGE_FROM else None
-    found = large or H200.get(architecture or "")
+    larger = [one for least, one in LARGER.get(architecture or "", []) if parameters >= least]
+    found = larger[-1] if larger else H200.get(architecture or "")
     where = f"{MEASURED}: {found.where}" if found else f"{MEASURED}: {H200[OTHERS].where}; this model was not timed"
     found = found or H200[OTHERS]
     if name != MEASURED:
