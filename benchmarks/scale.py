@@ -129,7 +129,7 @@ GROUPS: dict[str, list[Setting]] = {
     "fp8": [
         step("sd35m, 88 images, rollout and reference in 8 bits", 84, "sd35m", 88, [*FP8, REFERENCE_FP8]),
         step("z-image, fp8", 40, "z-image", 16, FP8),
-        step("z-image, fp8, corrected", 40, "z-image", 16, [*FP8, CORRECTED]),
+        step("z-image, fp8, corrected", 47, "z-image", 16, [*FP8, CORRECTED]),
         step("flux-dev, fp8", 62, "flux-dev", 16, FP8),
         named("z-image", "LoRA, micro-batch 4", 40),
         named("flux-dev", "LoRA, micro-batch 4", 62),

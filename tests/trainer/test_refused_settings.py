@@ -358,6 +358,11 @@ def test_what_models_of_sound_and_given_frames_cannot_do(architecture, override,
     assert said in refused(override, architecture=architecture)
 
 
+def test_eight_bits_where_no_layer_is_wide_enough():
+    line = refused(LORA, INT8, architecture="ZImagePipeline")
+    assert "base_precision=int8 is for layers whose inputs are multiples of 64, and none of this model's" in line
+
+
 def test_lora_where_diffusers_has_none():
     sized = [f"{ROLLOUT}.pipeline.{name}=512" for name in ("height", "width")]
     line = refused(f"{MODEL}.lora_rank=4", *sized, architecture="LongCatAudioDiTPipeline")
@@ -407,7 +412,7 @@ def test_any_port_with_or_without_a_token_passes(tmp_path):
 # ---- what only a worker would find ---------------------------------------------------------------------
 
 ULYSSES = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
-LORA = f"{MODEL}.lora_rank=4"
+LORA, INT8 = f"{MODEL}.lora_rank=4", f"{MODEL}.base_precision=int8"
 BLOCKS, TWO_RANKS = f"{ROLLOUT}.gather=blocks", "trainer.n_gpus_per_node=2"
 TOGETHER = f"{ROLLOUT}.share_samples=true"
 
@@ -446,6 +451,8 @@ TOGETHER = f"{ROLLOUT}.share_samples=true"
         ([TOGETHER, TWO_RANKS, f"{ULYSSES}=2", BLOCKS], "share_samples=true does not go with"),
         ([TOGETHER, TWO_RANKS, f"{ULYSSES}=2", "trainer.mode=separate"], "share_samples=true has no effect with"),
         (["actor_rollout_ref.rollout.tensor_model_parallel_size=2"], "a rollout server draws with one device"),
+        ([LORA, INT8, f"{ACTOR}.engine.fold_lora=true"], "base_precision=int8: actor_rollout_ref.actor.engine.fold_"),
+        ([INT8], "base_precision=int8 has no effect with actor_rollout_ref.model.lora_rank=0"),
         ([LORA, f"{MODEL}.target_modules=[to_q,to_qq]"], 'target_modules "to_qq": did you mean "to_q"'),
         ([LORA, f"{MODEL}.target_modules=nothing.*"], "target_modules=nothing.* matches no layer of QwenImageTransf"),
         ([LORA, f"{MODEL}.lora_path=/no/such/lora"], 'lora_path="/no/such/lora" holds no LoRA: expected a folder'),
@@ -499,6 +506,7 @@ def test_an_engine_that_draws_as_diffusers_does_is_asked_what_it_can(asked, engi
         ((BLOCKS, TWO_RANKS), "rollout.name=bare does not say that it can (`draws_by_blocks`); leave it out, or set"),
         (TOGETHER_ON_TWO, "rollout.name=bare does not say that it can (`draws_together`); leave it out"),
         ((f"{ROLLOUT}.encoder_offload=true",), "encoder_offload=true does nothing with actor_rollout_ref.rollout."),
+        ((LORA, INT8), "rollout.name=bare holds weights in full, and would draw with others than training has; set"),
         ((f"{ROLLOUT}.precision=fp8",), "rollout.name=bare does not say that it can draw so (`precisions`)"),
     ],
 )

@@ -40,6 +40,13 @@ class DiffusionModelConfig:
     # themselves to.
     lora_init: str = knob("gaussian", "peft's init_lora_weights", choices=("gaussian", "default"), needs=LORA)
     lora_path: str | None = knob(None, "folder with LoRA weights (diffusers format) to start from", needs=LORA)
+    base_precision: str | None = knob(
+        None,
+        "int8: the frozen weights of the transformer's blocks are held in 8 bits, a scale each 64, where they draw and "
+        "where they are trained on; null: as actor.engine.model_dtype says",
+        choices=("int8",),
+        needs=LORA,
+    )
     enable_gradient_checkpointing: bool = knob(
         False, "recompute activations in the backward pass to save memory", may_change=True
     )

@@ -14,11 +14,12 @@ OPTIMIZER = f"set {ACTOR}.engine.optimizer_offload=true"
 SAMPLES = f"set {ACTOR}.engine.sample_offload=true"
 ENCODERS = f"set {ROLLOUT}.encoder_offload=true"
 ADAPTERS = f"train adapters only ({MODEL}.lora_rank=32)"
+INT8 = f"set {MODEL}.base_precision=int8 (LoRA: the frozen weights take half)"
 SHARE = "share the model between more GPUs (trainer.n_gpus_per_node)"
 
 # What helps in a stage, what costs least first. Offloaded weights are back for the update.
 KNOBS = {
-    "loading of the model": [ADAPTERS, BFLOAT16, REFERENCE, SHARE],
+    "loading of the model": [ADAPTERS, INT8, BFLOAT16, REFERENCE, SHARE],
     "loading of the checkpoint": [ENCODERS, OPTIMIZER, REFERENCE, SHARE],
     "rollout": [
         f"lower {ROLLOUT}.max_num_seqs",
@@ -28,6 +29,7 @@ KNOBS = {
         f"set {ACTOR}.engine.fold_lora=false",
         OPTIMIZER,
         f"set {ROLLOUT}.vae_tiling=true",
+        INT8,
         f"set {ACTOR}.engine.compile_ahead=false, where it is the first",
     ],
     "rollout with vLLM-Omni": [
@@ -48,6 +50,7 @@ KNOBS = {
         REFERENCE,
         BFLOAT16,
         ADAPTERS,
+        INT8,
         SHARE,
     ],
 }

@@ -147,15 +147,18 @@ def fill(
     device: torch.device | str,
     dtype: torch.dtype,
     stored_name: Callable[[str], str] = str,
+    receivers: Mapping[torch.nn.Parameter, Callable[[torch.Tensor], None] | None] | None = None,
 ) -> None:
     """Give what is on the meta device memory on `device` and its values, of each tensor the part that this rank holds.
 
     `stored_name` says how a tensor of the model is called where it is stored. Parameters keep the dtype that they were
-    built in; of tables that are stored too, `dtype` is what they are held in.
+    built in; of tables that are stored too, `dtype` is what they are held in. `receivers` take what is read for
+    parameters that are held in another form; None where that comes with another's.
     """
+    receivers = receivers or {}
     places: dict[torch.nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.is_meta:
+        if parameter.is_meta and receivers.get(parameter, parameter) is not None:
             places.setdefault(parameter, []).append(stored_name(name))
     if not places:  # an adapter that loads its module whole
         return
@@ -166,7 +169,8 @@ def fill(
     for parameter, name in chosen.items():
         own, region = (parameter.to_local(), _region(parameter)) if isinstance(parameter, DTensor) else (parameter, ())
         if own.numel():
-            own.copy_(tensors.read(name, region).to(own.device))  # first, for a GPU rounds faster than a CPU
+            value = tensors.read(name, region).to(own.device)  # first, for a GPU rounds faster than a CPU
+            receivers.get(parameter, own.copy_)(value)
     for name, (holder, key) in tables.items():
         before = holder._buffers[key]
         value = tensors.read(name, ())

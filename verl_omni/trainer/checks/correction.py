@@ -23,7 +23,8 @@ def same_arithmetic(settings: DiffusionTrainerConfig) -> bool:
     alike = rounds_alike(
         resolve_dtypes(training, device, lora)[0],
         compiled=on_gpu(training.use_torch_compile, device),
-        folded=lora and arr.hybrid_engine and on_gpu(training.fold_lora, device),  # on a GPU: if there is room
+        # on a GPU: if there is room
+        folded=lora and not arr.model.base_precision and arr.hybrid_engine and on_gpu(training.fold_lora, device),
         device=device,
     )
     trains = training_engine(arr.actor.strategy)

@@ -84,6 +84,7 @@ def check_workers(settings: DiffusionTrainerConfig) -> None:
                 raise ValueError(f"{ENGINE}.{name}=true does nothing {why}: leave it null")
     if settings.algorithm.sample_source == "online":
         check_engine_arguments(arr.rollout)
+    check_base_precision(settings)
     check_model(arr.model, arr.actor.engine)
     check_training_engine(arr.model, arr.actor)
     if arr.rollout.share_samples and settings.data.val_files is not None:
@@ -152,15 +153,41 @@ def check_engine_arguments(rollout: DiffusionRolloutConfig) -> None:
             raise ValueError(f"{where}.{name}={value}: expected a whole number, {least} or more")
 
 
+def check_base_precision(settings: DiffusionTrainerConfig) -> None:
+    """Training and rollout hold the same weights, and hold them once."""
+    from verl_omni.workers.engine.registry import engine_class
+    from verl_omni.workers.rollout import engine_class as rollout_engine
+
+    arr = settings.actor_rollout_ref
+    if arr.model.base_precision is None:
+        return
+    shown = f"{MODEL}.base_precision={arr.model.base_precision}"
+    if arr.actor.engine.fold_lora:
+        raise ValueError(f"{shown}: {ENGINE}.fold_lora=true folds into weights in full; leave one of the two out")
+    if not engine_class(arr.actor.strategy).holds_8_bits:
+        where = f"actor_rollout_ref.actor.strategy={arr.actor.strategy}"
+        raise ValueError(f"{shown}: {where} holds weights in full; set strategy=fsdp2, or leave base_precision out")
+    if settings.algorithm.sample_source == "online" and not rollout_engine(arr.rollout.name).holds_8_bits:
+        raise ValueError(
+            f"{shown}: actor_rollout_ref.rollout.name={arr.rollout.name} holds weights in full, and would draw with "
+            "others than training has; set rollout.name=diffusers, or leave base_precision out"
+        )
+
+
 def check_model(model: DiffusionModelConfig, engine: EngineConfig) -> None:
     """LoRA finds its layers and its file, and attention its kernel. Builds the modules without their weights."""
     if model.lora_path is not None:
         check_lora_file(model)
     if model.lora_rank:
         check_takes_lora(model)
-    if model.target_modules is None and engine.attention_backend is None:
+    if model.target_modules is None and engine.attention_backend is None and model.base_precision is None:
         return
-    for part in empty_modules(model):
+    from verl_omni.workers.engine.eight_bits import layers_for_8_bits
+
+    parts = empty_modules(model)
+    if model.base_precision is not None and parts:
+        layers_for_8_bits(parts, torch.get_default_dtype())
+    for part in parts:
         if model.target_modules is not None:
             check_targets(model.target_modules, part)
         if engine.attention_backend is not None:

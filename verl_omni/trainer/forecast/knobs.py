@@ -7,6 +7,7 @@ from typing import Any
 from verl_omni.config.actor import AUTO
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.trainer.checks.rollout_engine import check_gather, check_share_samples
+from verl_omni.trainer.checks.workers import check_base_precision
 from verl_omni.trainer.forecast.ways import Way, Ways, varied
 from verl_omni.workers.layout import Layout
 
@@ -37,6 +38,7 @@ def changes(settings: DiffusionTrainerConfig, stage: str) -> Iterator[dict[str, 
 def _accepted(settings: DiffusionTrainerConfig) -> bool:
     """By the checks of `train`: ways to draw exclude each other."""
     try:
+        check_base_precision(settings)
         check_gather(settings)
         check_share_samples(settings)
     except ValueError:
@@ -70,6 +72,8 @@ def _changes(settings: DiffusionTrainerConfig, stage: str) -> Iterator[dict[str,
         yield {f"{REF}.param_offload": True}
         yield {f"{ACTOR}.engine.model_dtype": "bfloat16"}
         yield {f"{MODEL}.lora_rank": 32}
+    elif arr.model.base_precision is None:
+        yield {f"{MODEL}.base_precision": "int8"}
 
 
 def _halved(name: str, value: int | str) -> Iterator[dict[str, Any]]:

@@ -53,7 +53,7 @@ class ModelCosts:
         model, own = self.config, self.adapter.__module__.startswith("verl_omni.")
         folders = [Path(folder) for folder in (model.path, model.config_path) if folder]
         configs = [configs_in(folder, model.transformer_subfolder) for folder in folders]
-        lora = (model.lora_rank, repr(model.target_modules))
+        lora = (model.lora_rank, repr(model.target_modules), model.base_precision)
         about = [configs, model.architecture, model.transformer_subfolder, lora, repr(model.pipeline), self.tokens]
         classes = () if own else tuple(type(part) for part in self.model.parts.values())
         return key_of([*about, str(self.dtype), str(self.model_dtype)], (self.adapter, *classes))

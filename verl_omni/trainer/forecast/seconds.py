@@ -151,7 +151,7 @@ class StepTime:
         if not self.sends:
             return seconds
         parts, copies, weights = layout.parts, layout.replicate, self.costs.weights
-        in_a_copy = passes * weights.numel * self.costs.dtype.itemsize * (parts - 1) / parts
+        in_a_copy = passes * weights.gathered(self.costs.dtype.itemsize) * (parts - 1) / parts
         between_copies = 0.0
         if passes > 1:
             gradients = weights.trained * GRADIENT_BYTES

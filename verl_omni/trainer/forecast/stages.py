@@ -105,6 +105,8 @@ class RankMemory:
         engine = self.actor.engine
         if self.model.lora_rank == 0 or self.layout.is_spread or self.servers or engine.fold_lora is False:
             return False
+        if self.model.base_precision:
+            return False
         if engine.fold_lora is None:
             room = self.weights.bytes() + self.weights.adapted < FOLD_BELOW * self.memory
             return room and not engine.param_offload
@@ -117,7 +119,7 @@ class RankMemory:
             return {}
         trains = engine_class(self.actor.strategy)
         whole = not trains.frees_gathered(trains.settings(self.actor))
-        blocks = self.weights.numel * self.itemsize if whole else self._passing
+        blocks = self.weights.gathered(self.itemsize) if whole else self._passing
         return {"gathered blocks": blocks}
 
     @property
@@ -158,7 +160,7 @@ class RankMemory:
         if self.layout.is_spread and self.rollout.gather == "blocks":
             return {"gathered blocks": self._passing}
         if self.layout.is_spread:
-            return {"whole model, gathered": self.weights.numel * self.itemsize}
+            return {"whole model, gathered": self.weights.gathered(self.itemsize)}
         if rollout_engine(self.rollout.name).has_a_copy:
             return {f"{self.rollout.name}'s copy of the model": self.weights.numel * self.itemsize}
         return {"LoRA folded into a copy": self.weights.adapted} if self.folds else {}
@@ -239,6 +241,7 @@ def not_counted(settings: DiffusionTrainerConfig) -> list[str]:
         "the rewriter": arr.rewriter.path is not None,
         "the tokens that the model writes before it draws": writes_tokens and arr.rewriter.path is None,
         "8-bit copies of weights, and what 8 bits save": {arr.rollout.precision, arr.rollout.pool.precision} != {None},
+        "the seconds in which weights are made of those in 8 bits": arr.model.base_precision is not None,
         "the forwards of a teacher": arr.actor.teacher.path is not None,
         "the pool that images are chosen from": arr.rollout.pool.size is not None,
         "the gradient of the reward in an update: the decoder's activations and a reward's model": (

@@ -82,7 +82,7 @@ class Ways:
         arr = settings.actor_rollout_ref
         model, engine = arr.model, arr.actor.engine
         same = (engine.dtype, engine.model_dtype, self.tokens, repr(model.pipeline))
-        key = (model.path, model.lora_rank, repr(model.target_modules), *same)
+        key = (model.path, model.lora_rank, repr(model.target_modules), model.base_precision, *same)
         if key not in self._costs:
             self._costs[key] = ModelCosts(settings, self.tokens, self.remember)
         return self._costs[key]

@@ -24,6 +24,10 @@ class Held:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    def gathered(self, itemsize: int) -> int:
+        """Bytes where ranks gather numbers of so many: what is held in 8 bits stays so."""
+        return self.numel * (1 if self.itemsize == 1 else itemsize)
+
     def share(self, parts: int) -> int:
         """Bytes on the first of so many ranks: FSDP2 cuts the first dimension, and rounds up."""
         return math.ceil(self.shape[0] / parts) * math.prod(self.shape[1:]) * self.itemsize if self.shape else 4
@@ -48,14 +52,19 @@ class Weights:
         """How many there are of each kind: blocks are many, and alike."""
         return Counter(dataclasses.replace(held, block=None) for held in self.tensors)
 
-    @functools.cached_property
-    def _in_blocks(self) -> dict[int | None, tuple[int, int]]:
-        """Numbers in each block and around them, and how many of those are trained."""
+    @functools.cache  # noqa: B019
+    def _in_blocks(self, itemsize: int) -> dict[int | None, tuple[int, int]]:
+        """Bytes of each block and around them, gathered in numbers of so many; and how many of those are trained."""
         found: dict[int | None, tuple[int, int]] = {None: (0, 0)}
         for held in self.tensors:
             all_of_it, trained = found.get(held.block, (0, 0))
-            found[held.block] = all_of_it + held.numel, trained + held.numel * held.trained
+            size = held.gathered(itemsize)
+            found[held.block] = all_of_it + size, trained + size * held.trained
         return found
+
+    def gathered(self, itemsize: int) -> int:
+        """Bytes of the whole model, gathered so."""
+        return sum(held.gathered(itemsize) * count for held, count in self._alike.items())
 
     @property
     def numel(self) -> int:
@@ -75,16 +84,16 @@ class Weights:
 
     def largest_block(self, itemsize: int, trained: bool = False) -> int:
         """Bytes of the largest block, gathered in numbers of so many bytes; of it what is trained."""
-        blocks = (numbers[trained] for block, numbers in self._in_blocks.items() if block is not None)
-        return max(blocks, default=0) * itemsize
+        blocks = (sizes[trained] for block, sizes in self._in_blocks(itemsize).items() if block is not None)
+        return max(blocks, default=0)
 
     def around(self, itemsize: int) -> int:
         """Bytes of what is around the blocks, gathered."""
-        return self._in_blocks[None][0] * itemsize
+        return self._in_blocks(itemsize)[None][0]
 
     @property
     def blocks(self) -> int:
-        return len(self._in_blocks) - 1
+        return len(self._in_blocks(1)) - 1
 
     @property
     def largest(self) -> int:

@@ -146,8 +146,8 @@ class DiffusionEngine(Passes):
 
     def _folds_lora(self) -> bool:
         """By default on a GPU whose memory has a quarter left beside the weights and a copy of the adapted ones."""
-        if self.model_config.lora_rank == 0 or self.common.fold_lora is False:
-            return False
+        if self.model_config.lora_rank == 0 or self.model_config.base_precision or self.common.fold_lora is False:
+            return False  # folded weights are in full
         if self.layout.is_spread:  # into what is gathered, where it is asked for: nobody has timed it on several GPUs
             return bool(self.common.fold_lora) and self.layout.parts > 1
         if self.common.fold_lora is None:

@@ -13,6 +13,7 @@ from types import MethodType
 import torch
 
 from verl_omni.workers.engine.compile.blocks import repeated_blocks
+from verl_omni.workers.engine.eight_bits import weight_of
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
@@ -96,7 +97,7 @@ class Fp8Layers:
     def hold(self, fold: bool) -> None:
         """Quantise the weights as they are now; with `fold`, what LoRA adds to each among them, in float32."""
         for linear, wrapped in self.layers:
-            weight = linear.weight.detach().float()
+            weight = weight_of(linear)
             if fold and wrapped is not None:
                 weight = weight + wrapped.get_delta_weight("default").float()
             linear.fp8_weight, linear.fp8_scale = quantised(weight)

@@ -45,6 +45,7 @@ def own_config(folder: Path, model: DiffusionModelConfig) -> DiffusionModelConfi
     return dataclasses.replace(
         model,
         lora_rank=0,
+        base_precision=None,
         lora_path=None,
         target_modules=None,
         load_format="auto",

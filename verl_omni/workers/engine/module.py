@@ -10,6 +10,7 @@ from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.weights import fill
 from verl_omni.utils.seeds import derive_seed
 from verl_omni.workers.engine.compile.attention import choose_attention
+from verl_omni.workers.engine.eight_bits import INT8, hold_in_8_bits, receivers
 from verl_omni.workers.engine.export import load_lora
 from verl_omni.workers.engine.lora import add_lora, base_name
 
@@ -32,6 +33,8 @@ def build_module(
         add_lora(parts, model_config, adapter, empty)
     if model_config.lora_path and not empty:
         load_lora(model_config, parts)
+    if model_config.base_precision == INT8:
+        hold_in_8_bits(parts.values(), dtype)
     for part in parts.values():
         if model_config.enable_gradient_checkpointing:
             part.enable_gradient_checkpointing()
@@ -52,7 +55,7 @@ def fill_module(
     source = model_config if folder is None else dataclasses.replace(model_config, path=folder)
     if not adapter.loads_whole():
         for name, part in adapter.trained_modules(module).items():
-            fill(part, adapter.named_tensors(source, name), device, dtype, stored_name=base_name)
+            fill(part, adapter.named_tensors(source, name), device, dtype, base_name, receivers(part))
     nowhere = [name for name, parameter in module.named_parameters() if parameter.is_meta]
     if nowhere:
         raise ValueError(f"{adapter.__name__}.build_module has {nowhere[0]}, which is in none of its trained_modules")

@@ -82,6 +82,8 @@ class TrainingEngine(BaseEngine, ABC):
     draws_together: ClassVar[bool] = False
     #: whether a rank alone can compile ahead what several compute: see `as_spread`
     compiles_ahead: ClassVar[bool] = False
+    #: whether it can hold frozen weights in 8 bits (`model.base_precision`)
+    holds_8_bits: ClassVar[bool] = False
     #: what of it a forecast of memory and seconds does not know; None: nothing
     not_counted: ClassVar[str | None] = "what this training engine does in another way than FSDP2"
 

@@ -82,6 +82,8 @@ class RolloutEngine(ABC):
     gives_latents: ClassVar[bool] = False
     #: why it has no others, after its name
     why_no_precision: ClassVar[str] = "does not say that it can draw so (`precisions`)"
+    #: whether it holds frozen weights in 8 bits where training does (`actor_rollout_ref.model.base_precision`)
+    holds_8_bits: ClassVar[bool] = False
     #: settings of `actor_rollout_ref.rollout` that only some engines read, and it does: others are refused
     reads: ClassVar[tuple[str, ...]] = ()
     #: of the weights that the next request is drawn with

@@ -42,7 +42,7 @@ def divided(world: int, shard_group: tuple[str, int], sequence: tuple[str, int])
 class DiffusersFSDPEngine(DiffusionEngine):
     """One rank trains the module as it is; several hold a share of each block, and gather it when it is used."""
 
-    draws_by_blocks = draws_together = compiles_ahead = True
+    draws_by_blocks = draws_together = compiles_ahead = holds_8_bits = True
     not_counted = None
 
     @classmethod

@@ -43,6 +43,7 @@ class VeOmniEngine(DiffusersFSDPEngine):
 
     draws_by_blocks = False  # it gathers blocks ahead of their turn
     draws_together = False
+    holds_8_bits = False  # it was not tried
     compiles_ahead = False  # its attention asks for ranks, and a process that compiles ahead has none
     not_counted = "VeOmni's own kernels, and other ways to share out"
 

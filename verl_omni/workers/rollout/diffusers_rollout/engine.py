@@ -32,7 +32,7 @@ from verl_omni.workers.transfer.weights import checked
 class DiffusersRollout(Drawer, BatchedRollout):
     same_arithmetic = True
     precisions = ("fp8",)
-    gives_latents = draws_by_blocks = draws_together = True
+    gives_latents = draws_by_blocks = draws_together = holds_8_bits = True
     reads = ("compile_vae", "encoder_offload")
 
     def __init__(
