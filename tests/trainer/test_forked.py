@@ -23,6 +23,9 @@ DRIVER = """
 import json, os, select, shlex, signal, subprocess, sys, threading
 from verl_omni.trainer import ask_for_fork, forked
 
+open_process = os.pidfd_open
+for module, name in ((os, "pidfd_open"), (os, "P_PIDFD"), (signal, "pidfd_send_signal")):
+    delattr(module, name)  # as in conda's Python, which is compiled with old headers
 forked.LIBRARIES, forked.FOR_WORKERS = ("torch",), ("PIL.Image",)
 forked.import_libraries()
 forked.prepare()
@@ -39,7 +42,7 @@ def wait():
     return asker, *map(int, asker.stdout.readline().split())
 
 asker, waiting, server = wait()
-watch = os.pidfd_open(waiting)
+watch = open_process(waiting)
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 os.killpg(0, signal.SIGINT)
@@ -92,7 +95,8 @@ print("torch" in sys.modules, open("/proc/self/oom_score_adj").read().strip(), "
 """
 SIGNALS = """
 import signal, sys
-print("torch" in sys.modules, *(signal.getsignal(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", "SIGHUP")))
+names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGCHLD")
+print("torch" in sys.modules, *(signal.getsignal(getattr(signal, name)) for name in names))
 """
 
 

@@ -167,9 +167,19 @@ def wait_and_become(listening: socket.socket, key: str) -> Callable[[], Any]:
 
 
 def serve(listening: socket.socket, key: str) -> Wanted:
-    """Fork for whoever asks; returns in forks only. Who asked ends with its fork, and the fork with who asked."""
-    selector = selectors.DefaultSelector()
+    """Fork for whoever asks; returns in forks only. Who asked ends with its fork, and the fork with who asked.
+
+    That a fork has ended is told by SIGCHLD: conda's Python, and uv's until 2026, were compiled with headers of before
+    pidfds.
+    """
+    selector, asked = selectors.DefaultSelector(), {}
+    ended, wakeup = os.pipe()
+    for end in (ended, wakeup):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+    before = signal.signal(signal.SIGCHLD, lambda *_: None)
     selector.register(listening, selectors.EVENT_READ)
+    selector.register(ended, selectors.EVENT_READ)
     while True:
         chosen, _ = selector.select()[0]
         if chosen.fileobj is listening:
@@ -177,8 +187,11 @@ def serve(listening: socket.socket, key: str) -> Wanted:
             wanted = hear(connection, key)
             pid = fork_or_none() if wanted else None
             if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, before)
                 for other in list(selector.get_map().values()):
                     os.close(other.fd)
+                os.close(wakeup)
                 selector.close()
                 return wanted
             for file in wanted.streams if wanted else ():
@@ -186,19 +199,19 @@ def serve(listening: socket.socket, key: str) -> Wanted:
             if pid is None:
                 connection.close()
                 continue
-            pair = connection, os.pidfd_open(pid)
-            for one in pair:
-                selector.register(one, selectors.EVENT_READ, pair)
-        else:
-            connection, fork = chosen.data
-            if chosen.fileobj is connection:
-                with suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(fork, signal.SIGKILL)
-            os.waitid(os.P_PIDFD, fork, os.WEXITED)
-            for one in chosen.data:
-                selector.unregister(one)
-            os.close(fork)
-            connection.close()
+            asked[pid] = connection
+            selector.register(connection, selectors.EVENT_READ, pid)
+        elif chosen.fileobj == ended:
+            os.read(ended, 4096)
+            for pid in [pid for pid in asked if os.waitpid(pid, os.WNOHANG)[0]]:
+                connection = asked.pop(pid)
+                selector.unregister(connection)
+                connection.close()
+        else:  # who asked has gone; nobody else has this number before it is waited for
+            os.kill(chosen.data, signal.SIGKILL)
+            os.waitpid(chosen.data, 0)
+            selector.unregister(asked.pop(chosen.data))
+            chosen.fileobj.close()
 
 
 def fork_or_none() -> int | None:
