@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are f
 
 # A driver that asks for one process after another, as Ray does, and for plain Python's in between.
 DRIVER = """
-import json, os, select, shlex, signal, subprocess, sys, threading
+import json, os, resource, select, shlex, signal, subprocess, sys, threading
 from verl_omni.trainer import ask_for_fork, forked
 
 open_process = os.pidfd_open
@@ -28,7 +28,10 @@ for module, name in ((os, "pidfd_open"), (os, "P_PIDFD"), (signal, "pidfd_send_s
     delattr(module, name)  # as in conda's Python, which is compiled with old headers
 forked.LIBRARIES, forked.FOR_WORKERS = ("torch",), ("PIL.Image",)
 forked.import_libraries()
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (300, most))
 forked.prepare()
+resource.setrlimit(resource.RLIMIT_NOFILE, (400, most))  # as ray.init does
 asks = shlex.split(forked.command())
 told = {}
 for name, (python, more) in json.loads(sys.argv[1]).items():
@@ -76,11 +79,12 @@ print(json.dumps(told))
 TELL = """
 import sys
 loaded = "torch" in sys.modules
-import json, logging, os, random, numpy, torch
+import json, logging, os, random, resource, numpy, torch
 print(json.dumps({
     "argv": sys.argv, "folder": os.getcwd(), "name": __name__, "file": __file__, "own": sys.path[:2],
     "variables": {k: os.environ.get(k) for k in ("PYTHONPATH", "OMP_NUM_THREADS", "RAY_SOMETHING", "HF_HOME")},
     "threads": torch.get_num_threads(), "handlers": len(logging.root.handlers),
+    "files": resource.getrlimit(resource.RLIMIT_NOFILE),
     "computed": torch.ones(300, 300).mm(torch.ones(300, 300)).sum().item(),
     "loaded": loaded, "numbers": [random.random(), numpy.random.rand(), torch.rand(1).item(), os.getpid()],
 }))

@@ -3,9 +3,9 @@
 To import torch and its companions is most of the start of a small run, in each of its processes anew. So the driver
 forks a process once it has them, and before it knows verl and Ray. It waits, and Ray starts its workers by
 `ask_for_fork.py`, which asks for a fork of it. A fork becomes what a started Python would be: arguments, environment,
-folder, files, where modules are found, what is random, how many threads compute. It says so to who asked. Where it
-cannot, as a library may have read a variable on import that is another one for the worker, it says why in the worker's
-log and ends, and who asked starts Python after all.
+folder, files and how many it may open, where modules are found, what is random, how many threads compute. It says so to
+who asked. Where it cannot, as a library may have read a variable on import that is another one for the worker, it says
+why in the worker's log and ends, and who asked starts Python after all.
 """
 
 import atexit
@@ -16,6 +16,7 @@ import importlib
 import logging
 import marshal
 import os
+import resource
 import secrets
 import selectors
 import shlex
@@ -157,6 +158,7 @@ def wait_and_become(listening: socket.socket, key: str) -> Callable[[], Any]:
             signal.signal(number, handler)
         check_environment(here, wanted.environment)
         be_killed_as_early_as(wanted.asker)
+        take_limits(wanted.asker)
         ready = become(wanted.arguments, wanted.environment)
         wanted.connection.send(ask_for_fork.READY)
         wanted.connection.close()
@@ -264,6 +266,11 @@ def be_killed_as_early_as(asker: int) -> None:
     wanted, own = (Path(f"/proc/{who}/oom_score_adj") for who in (asker, "self"))
     if own.read_text() != (score := wanted.read_text()):
         own.write_text(score)
+
+
+def take_limits(asker: int) -> None:
+    """Ray lets its driver open more files, and so all that it starts: `ulimit -n` is 1024 for most."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, resource.prlimit(asker, resource.RLIMIT_NOFILE))
 
 
 def become(arguments: list[str], environment: dict[str, str]) -> Callable[[], Any]:
