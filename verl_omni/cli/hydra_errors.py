@@ -10,8 +10,8 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-RAISES = "HYDRA_FULL_ERROR"  # with this set to 1, Hydra raises what it would print
-TRACEBACKS = bool(os.environ.get(RAISES))  # the user has set it: all tracebacks are shown
+from verl_omni.cli.supervisor import RAISES, TRACEBACKS
+
 MISTAKES = (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError)
 
 

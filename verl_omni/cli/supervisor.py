@@ -16,6 +16,8 @@ import time
 from verl_omni.trainer import progress as reports
 from verl_omni.trainer.progress import Progress
 
+RAISES = "HYDRA_FULL_ERROR"  # with this set to 1, Hydra raises what it would print
+TRACEBACKS = bool(os.environ.get(RAISES))  # the user has set it: all tracebacks are shown
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SECONDS_TO_END = 60.0  # for Ray to shut down, once the run is over
 SAME_REQUEST = 0.3  # `timeout`, batch systems and a launcher hand one request on twice; a person is slower

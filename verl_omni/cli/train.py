@@ -32,9 +32,9 @@ def command() -> None:
     if answer(sys.argv[1:]):
         return
     atexit.register(gc.freeze)  # as in `verl_omni.cli.main`, which is another way to come here
-    from verl_omni.cli import hydra_errors, supervisor
+    from verl_omni.cli import supervisor
 
-    if not hydra_errors.TRACEBACKS and sys.platform == "linux":
+    if not supervisor.TRACEBACKS and sys.platform == "linux":
         supervisor.watch()
     global _forks
     _forks = True
