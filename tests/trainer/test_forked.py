@@ -3,11 +3,13 @@
 Whole runs of them are in tests/e2e/test_interrupts.py and test_two_processes.py, whose commands are started.
 """
 
+import gc
 import json
 import os
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -201,6 +203,26 @@ def test_workers_of_a_launcher_which_may_have_imported_anything_are_started(monk
     with pytest.raises(ImportError):
         start()
     assert bool(prepared) is forks
+
+
+def test_what_an_earlier_run_left_is_not_put_aside_with_the_libraries(monkeypatch):
+    """A launcher may call the command several times: a run's models would be kept to the end of the process."""
+
+    class Left:
+        pass
+
+    monkeypatch.setattr(forked, "import_libraries", lambda: None)
+    gc.disable()  # nobody comes before it
+    left = Left()
+    left.itself, known = left, weakref.ref(left)
+    del left
+    try:
+        train.import_checks(OmegaConf.create({"ray": {"address": None}}))
+        gc.collect()
+        assert known() is None
+    finally:
+        gc.unfreeze()
+        gc.enable()
 
 
 def test_no_fork_of_a_process_with_threads(told):

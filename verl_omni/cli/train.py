@@ -117,12 +117,16 @@ def _run(config: "DictConfig") -> None:
 
 
 def import_checks(config: "DictConfig") -> None:
-    """What imports make is not garbage. To look for some takes an eighth of their time, and as much after them."""
+    """What imports make is not garbage. To look for some takes an eighth of their time, and as much after them.
+
+    What a launcher's run before this one has left is: it would be kept for ever with them.
+    """
     from omegaconf import OmegaConf
 
     from verl_omni.trainer import forked
     from verl_omni.workers.rollout import forks
 
+    gc.collect()
     gc.disable()
     try:
         forked.import_libraries()
