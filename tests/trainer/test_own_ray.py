@@ -78,6 +78,24 @@ def test_a_raylet_that_gave_up_is_started_again_with_other_ports(started, capsys
     assert chosen[0] != chosen[1]
 
 
+def test_a_server_that_dies_while_ray_waits_for_it_is_the_reason(started, monkeypatch, capsys):
+    """Ray itself has a line of its own for that, of a client that has no connection."""
+
+    def init(arguments):
+        services.start_ray_process(["gcs_server"], process_type="gcs_server", fate_share=False)
+        if not started.codes:
+            return
+        started.processes[-1].wait()
+        raise RuntimeError("Failed to start GCS.  Last 0 lines of error files:\n\n. Last connection error: None")
+
+    monkeypatch.setattr(own_ray, "_init", init)
+    started.codes = [1, None]
+    start_own_ray({})
+    pid = started.processes[0].pid
+    said = f"Ray did not start: Ray's gcs_server (pid {pid}) ended with exit code 1. Starting it again\n"
+    assert capsys.readouterr().out == said
+
+
 def test_it_is_not_started_for_ever(started):
     started.codes = [1] * own_ray.STARTS + [None]
     with pytest.raises(RunError, match=r"^Ray did not start in 3 attempts: Ray's raylet .* Timed out waiting for file"):

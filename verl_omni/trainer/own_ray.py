@@ -116,7 +116,11 @@ def start_own_ray(arguments: dict[str, Any]) -> Daemons:
         daemons = Daemons()
         try:
             with _patience(daemons) as ports:
-                _init(arguments | ports)
+                try:
+                    _init(arguments | ports)
+                except Exception:
+                    daemons.check()  # then that is the reason, whatever Ray says of it
+                    raise
             return daemons
         except RayDied as error:
             daemons.end()
