@@ -151,3 +151,16 @@ def test_nothing_outlives_the_watching_process(tmp_path):
     psutil.wait_procs([driver], timeout=10)
     assert not driver.is_running()
     os.kill(int((tmp_path / "daemon").read_text()), signal.SIGKILL)  # ours alone: Ray's end with their driver
+
+
+def test_a_command_whose_streams_are_closed(tmp_path):
+    """As some launchers of services start one. Nothing else is where a process expects its input and output."""
+    code = (
+        "import subprocess, sys; from verl_omni.cli import supervisor, train\n"
+        "supervisor.watch = lambda: sys.exit(subprocess.run(['ls', '-l', '/proc/self/fd'], stdout=2).returncode)\n"
+        "sys.argv[1:] = ['a.b=1']; train.command()"
+    )
+    command = ["sh", "-c", 'exec "$0" -c "$1" <&- >&-', sys.executable, code]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "0 -> /dev/null" in done.stderr

@@ -24,6 +24,15 @@ SAME_REQUEST = 0.3  # `timeout`, batch systems and a launcher hand one request o
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
+def open_streams() -> None:
+    """Of a command that was started with closed ones: the next files that are opened would take their numbers."""
+    for number, (stream, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
+        if getattr(sys, stream) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)  # which is what `open` has given already
+            os.set_inheritable(number, True)
+            setattr(sys, stream, os.fdopen(number, mode))
+
+
 def watch() -> None:
     """Go on in a new process, which this one watches to its end: the call returns in the new one only."""
     reader, writer = os.pipe()

@@ -34,6 +34,7 @@ def command() -> None:
     atexit.register(gc.freeze)  # as in `verl_omni.cli.main`, which is another way to come here
     from verl_omni.cli import supervisor
 
+    supervisor.open_streams()
     if not supervisor.TRACEBACKS and sys.platform == "linux":
         supervisor.watch()
     global _forks
