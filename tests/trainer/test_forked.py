@@ -28,7 +28,7 @@ from verl_omni.trainer import ask_for_fork, forked
 open_process = os.pidfd_open
 for module, name in ((os, "pidfd_open"), (os, "P_PIDFD"), (signal, "pidfd_send_signal")):
     delattr(module, name)  # as in conda's Python, which is compiled with old headers
-forked.LIBRARIES, forked.FOR_WORKERS = ("torch",), ("PIL.Image",)
+forked.LIBRARIES, forked.FOR_WORKERS = ("torch",), ("broken", "PIL.Image")
 forked.import_libraries()
 most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (300, most))
@@ -114,6 +114,7 @@ def told(tmp_path_factory) -> dict:
         (place / "tell.py").write_text(TELL)
     for name, text in {"wait.py": WAIT, "look.py": LOOK, "signals.py": SIGNALS}.items():
         (folder / name).write_text(text)
+    (folder / "broken.py").write_text("raise RuntimeError('as a library beside another that is too new for it')\n")
     (folder / "driver.py").write_text(DRIVER)
     asked = {"started": ("python", ONE), "fork": ("fork", ONE), "another": ("fork", ONE), "home": ("fork", HOME)}
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}

@@ -141,7 +141,7 @@ def wait_and_become(listening: socket.socket, key: str) -> Callable[[], Any]:
     logging.root.setLevel(logging.WARNING)
     here = dict(os.environ)
     for library in FOR_WORKERS:
-        with suppress(ImportError):  # a worker that needs it will say so
+        with suppress(Exception):  # of whatever kind: a worker that needs it will say so
             importlib.import_module(library)
     gc.enable()
     gc.collect()
