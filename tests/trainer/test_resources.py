@@ -103,6 +103,17 @@ def test_rays_sockets_have_a_short_path_under_a_long_temporary_folder(monkeypatc
     assert resources.short_folder() is None
 
 
+def test_a_folder_for_ray_that_is_too_long_for_its_sockets_is_told(monkeypatch):
+    """As long as Linux lets the path of a socket be, and one more."""
+    below = f"/ray/session_2026-11-16_16-45-23_802175_{os.getpid()}/sockets/plasma_store"
+    longest = "/".ljust(107 - len(below), "x")
+    monkeypatch.setenv("RAY_TMPDIR", longest)
+    assert resources.short_folder() is None
+    monkeypatch.setenv("RAY_TMPDIR", longest + "x")
+    with pytest.raises(ValueError, match=f"^RAY_TMPDIR={longest}x is .* at most {len(longest)} characters$"):
+        resources.short_folder()
+
+
 @pytest.mark.parametrize(
     "addresses, only",
     [(["10.0.0.1"], True), (["10.0.0.1", "10.0.0.2"], False), (["10.0.0.2"], False)],  # the last: asked from elsewhere

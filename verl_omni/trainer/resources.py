@@ -182,7 +182,12 @@ def short_folder() -> str | None:
 
     The path of a socket has 107 bytes, of which Ray's own part takes up to 75. None: where it wants to.
     """
-    if "RAY_TMPDIR" in os.environ or len(tempfile.gettempdir().encode()) <= 107 - 75:
+    if given := os.environ.get("RAY_TMPDIR"):
+        room = 107 - len(f"/ray/session_YYYY-MM-DD_hh-mm-ss_micros_{os.getpid()}/sockets/plasma_store")
+        if len(given.encode()) > room:
+            raise ValueError(f"RAY_TMPDIR={given} is too long for Ray's sockets: take one of at most {room} characters")
+        return None
+    if len(tempfile.gettempdir().encode()) <= 107 - 75:
         return None
     for place in ("/tmp", "/var/tmp", "/dev/shm"):
         if os.access(place, os.W_OK):
