@@ -58,7 +58,7 @@ READ_LATER = {
 FIXED = {"RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": str(os.getpid())}
 PR_SET_PDEATHSIG = 1
 START = dict(os.environ)
-WORKS = sys.platform == "linux"
+WORKS = sys.platform == "linux" and hasattr(os, "pidfd_open")  # not in conda's Python
 ROOM = "WARM_ROOM"  # a variable that leaves room for the environment of a fork
 
 

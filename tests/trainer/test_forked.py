@@ -22,12 +22,11 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are f
 
 # A driver that asks for one process after another, as Ray does, and for plain Python's in between.
 DRIVER = """
-import json, os, resource, select, shlex, signal, subprocess, sys, threading
+import json, os, psutil, resource, shlex, signal, subprocess, sys, threading
 from verl_omni.trainer import ask_for_fork, forked
 
-open_process = os.pidfd_open
 for module, name in ((os, "pidfd_open"), (os, "P_PIDFD"), (signal, "pidfd_send_signal")):
-    delattr(module, name)  # as in conda's Python, which is compiled with old headers
+    vars(module).pop(name, None)  # as in conda's Python, which is compiled with old headers
 forked.LIBRARIES, forked.FOR_WORKERS = ("torch",), ("broken", "PIL.Image")
 forked.import_libraries()
 most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -47,16 +46,16 @@ def wait():
     return asker, *map(int, asker.stdout.readline().split())
 
 asker, waiting, server = wait()
-watch = open_process(waiting)
+watch = psutil.Process(waiting)
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 os.killpg(0, signal.SIGINT)
 os.killpg(0, signal.SIGTERM)
 os.kill(server, signal.SIGTERM)
 other, another, same_server = wait()
-told["left by a Ctrl-C"] = server == same_server != os.getpid() and not select.select([watch], [], [], 0)[0]
+told["left by a Ctrl-C"] = server == same_server != os.getpid() and watch.is_running()
 asker.kill()
-told["ended with who asked"] = bool(select.select([watch], [], [], 60)[0])
+told["ended with who asked"] = psutil.wait_procs([watch], 60)[0] == [watch]
 os.kill(another, signal.SIGKILL)
 told["who asked has ended"] = other.wait(60)
 
