@@ -104,6 +104,7 @@ def follow(engine: DiffusersFSDPEngine, teachers: dict[str, str]) -> None:
         keep_teachers(engine, teachers)
         return
     rollout = rollout_of(engine)
+    engine.replay.chained = 2
     engine.replay.told = [0.9, 0.1, 0.7, 0.4, 0.2, 0.6]  # of each image how bright it is to be
     engine.replay.reward_of = rollout.with_reward(
         lambda pixels, wanted: -(pixels.mean(dim=(1, 2, 3)) - torch.tensor(wanted)).square()
@@ -152,6 +153,8 @@ def make_batch(engine: DiffusersFSDPEngine) -> dict[str, torch.Tensor]:
         batch["teacher"] = torch.tensor([0, 1, 0, 0, 1, 0])
     if engine.model_config.algorithm == "draft":
         batch["told"] = torch.arange(len(advantages))
+        starts = engine.replay.scheduler.sigmas[: STEPS - 1]  # two steps can follow each
+        batch["sigma"] = starts[torch.randint(len(starts), batch["sigma"].shape, generator=generator)]
     return batch
 
 

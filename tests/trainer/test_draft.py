@@ -84,6 +84,13 @@ def test_it_goes_on_bit_for_bit(reward, tmp_path, monkeypatch, process_group):
     assert run(tmp_path, reward, monkeypatch, *more) == told and told[0] != told[1]
 
 
+def test_the_reward_climbs_through_several_steps(reward, tmp_path, monkeypatch, process_group):
+    """Which start at the level that so many steps of the rollout follow: images are noised by more, and change more."""
+    told = run(tmp_path, reward, monkeypatch, f"{EXTRA}.steps=2")
+    rewards = [step["critic/rewards/mean"] for step in told]
+    assert rewards[-1] > rewards[0] + 0.01 and told[0]["actor/grad_norm"] > 0
+
+
 def test_the_reference_holds_a_lora_back(reward, tmp_path, monkeypatch, process_group):
     one_update = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
     few = ["actor_rollout_ref.model.lora_rank=4", "trainer.total_training_steps=2"]
@@ -250,3 +257,17 @@ def test_what_it_cannot_do_is_refused_in_one_line(reward):
     assert "cached pairs have none" in refused(DRAFT, reward, offline)
     video = {"architecture": "WanPipeline"}
     assert "follows the rewards of images, and WanPipeline makes video" in refused(DRAFT, reward, **video)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([f"+{EXTRA}.steps=11"], "extra.steps=11: a rollout has 10 steps; use 10 or fewer"),
+        ([f"+{EXTRA}.steps=1.5"], "extra.steps=1.5: expected a whole number"),
+        ([f"+{EXTRA}.steps=0"], "extra.steps=0: expected 1 or more"),
+        ([f"+{EXTRA}.steps=2", "algorithm.timestep_distribution=uniform"], "use last or rollout"),
+        ([f"+{EXTRA}.steps=8", "algorithm.timesteps_per_sample=4"], "3 of the rollout's 10 levels have so many steps"),
+    ],
+)
+def test_steps_that_no_level_has_after_it_are_refused_in_one_line(given, said, reward):
+    assert said in refused(DRAFT, reward, "actor_rollout_ref.rollout.pipeline.num_inference_steps=10", *given)

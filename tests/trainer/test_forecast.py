@@ -364,6 +364,19 @@ def test_what_the_plan_does_not_know_it_says(tmp_path):
     assert asked(f"{MODEL}.architecture=GlmImagePipeline") == ["the tokens that the model writes before it draws"]
 
 
+def test_a_gradient_through_several_steps_keeps_the_activations_of_all(tmp_path):
+    model = tiny_checkpoint()
+    costs = costs_of(model, "QwenImagePipeline")
+    draft = ["actor_rollout_ref.model.algorithm=draft", "reward.scorers=[{name: aesthetic, model: x}]"]
+
+    def kept(steps: int) -> float:
+        given = overrides_of(tmp_path, model, *draft, f"+{ACTOR}.diffusion_loss.extra.steps={steps}")
+        settings = OmegaConf.to_object(prepare_config(composed(*given)))
+        return RankMemory(costs, settings, amounts(settings), Layout(), 80e9).update().device["activations"]
+
+    assert kept(3) == 3 * kept(1)
+
+
 def test_a_model_of_ones_own_beside_a_lora_is_counted(tmp_path):
     """A whole one as large as the trained model's base; what is swapped in is as large as what is trained."""
     model, adapter = tiny_checkpoint(), tmp_path / "adapter"

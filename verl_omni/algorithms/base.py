@@ -132,12 +132,19 @@ class DiffusionLossFn(ABC):
                 )
 
     @classmethod
+    def chained_steps(cls, config: "DiffusionActorConfig") -> int:
+        """Through how many of the rollout's steps, one after another, `predicted_reward` is."""
+        return 1
+
+    @classmethod
     def check_extra(cls, extra: Mapping[str, Any], where: str) -> None:
         """Raise one line where a setting of this loss alone is of another type than its default, or out of range."""
         for name, value in extra.items():
             default = cls.defaults.get("extra", {}).get(name)
             if isinstance(default, int | float) and not isinstance(value, int | float):
                 raise ValueError(f"{where}.{name}={value}: expected a number, such as {default}")
+            if isinstance(default, int) and not isinstance(value, int):
+                raise ValueError(f"{where}.{name}={value}: expected a whole number, such as {default}")
             cls.extra_ranges.get(name, Range()).check(f"{where}.{name}", value)
 
     @classmethod

@@ -1,11 +1,12 @@
-"""Direct reward gradients (DRaFT, arXiv 2309.17400, in its form of one step): up the gradient of the reward itself.
+"""Direct reward gradients (DRaFT-K, arXiv 2309.17400): up the gradient of the reward itself.
 
-The images of a rollout are noised again to the last of its noise levels, the model predicts the clean image from there
-in one step, and the reward of that prediction is differentiated through the VAE and the model. No group, no advantage
-and no old policy is in it. The reward has to be differentiable (`verl_omni.rewards.differentiable`).
+The images of a rollout are noised again to the level at which its last K steps start, the model takes these steps, and
+the reward of where they end is differentiated through the VAE and all K calls of the model. No group, no advantage and
+no old policy is in it. The reward has to be differentiable (`verl_omni.rewards.differentiable`).
 
 `diffusion_loss.extra`:
-    kl_beta   weight of the distance to the reference's velocities (0; 0 needs no reference)
+    steps     K (1)
+    kl_beta   weight of the distance to the reference's velocities at that level (0; 0 needs no reference)
 """
 
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ register_algorithm(
         loss="draft",
         trainer_type="direct_preference",
         algorithm={"timestep_distribution": "last", "timestep_fraction": 0.01},  # the last level alone
-        description="Direct reward gradients through the last step, for differentiable rewards only",
+        description="Direct reward gradients through the last steps, for differentiable rewards only",
     )
 )
 
@@ -37,8 +38,12 @@ class DraftLoss(DiffusionLossFn):
 
     required_model_output_keys = ("velocity", "predicted_reward")
     required_data_keys = ("clean_latents", "noise", "sigma")
-    defaults = {"extra": {"kl_beta": 0.0}}
-    extra_ranges = {"kl_beta": Range(least=0)}
+    defaults = {"extra": {"kl_beta": 0.0, "steps": 1}}
+    extra_ranges = {"kl_beta": Range(least=0), "steps": Range(least=1)}
+
+    @classmethod
+    def chained_steps(cls, config: "DiffusionActorConfig") -> int:
+        return cls.settings(config).steps
 
     @classmethod
     def data_keys(cls, config: "DiffusionActorConfig") -> tuple[str, ...]:
@@ -53,7 +58,7 @@ class DraftLoss(DiffusionLossFn):
         config: "DiffusionActorConfig",
         ref_velocity: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """``mean(-R(decode(x_t - t·v)) + kl_beta·mean((v - v_ref)²))``. Rewards are (B,), velocities (B, ...)."""
+        """``mean(-R(decode(x̂0)) + kl_beta·mean((v - v_ref)²))``. Rewards are (B,), velocities (B, ...)."""
         weight = cls.settings(config).kl_beta
         loss, metrics = -predicted_reward, {"predicted_reward": predicted_reward.detach().mean()}
         if weight:

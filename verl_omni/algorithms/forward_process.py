@@ -101,6 +101,11 @@ def draw_sigmas(
     return schedule.float().cpu()[order[:, :count]]
 
 
+def level_starts(schedule: torch.Tensor, chained: int) -> torch.Tensor:
+    """Those σ of ``schedule``, at which the rollout's steps start, that ``chained`` of its steps can follow."""
+    return schedule[: len(schedule) - chained + 1]
+
+
 def add_advantages(batch: "DataProto", reward_tensor: torch.Tensor, config: Any) -> "DataProto":
     """Group advantages of final samples, as `algorithm.adv_estimator` and `algorithm.adv_mode` say."""
     algo = config.algorithm

@@ -238,6 +238,7 @@ class DiffusionWorker(Worker):
         """For losses that ask for `predicted_reward`. `make` gives, for a device, rewards with a gradient: of pixels,
         and of what is told of each image."""
         self.engine.replay.reward_of = self.rollout.with_reward(make(str(self.engine.device)))
+        self.engine.replay.chained = self.loss_function.loss_fn.chained_steps(self.actor_config)
 
     @register(dispatch_mode=BY_ROWS)
     @names_memory_knobs("old log-probabilities")

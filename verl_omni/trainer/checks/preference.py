@@ -2,7 +2,7 @@
 
 import torch
 
-from verl_omni.algorithms.forward_process import anchor_policies, draw_sigmas, follows_old_policy
+from verl_omni.algorithms.forward_process import anchor_policies, draw_sigmas, follows_old_policy, level_starts
 from verl_omni.algorithms.registry import get_algorithm, get_diffusion_loss_fn
 from verl_omni.config.actor import AUTO
 from verl_omni.config.algorithm import DiffusionAlgoConfig
@@ -89,6 +89,25 @@ def _check_reward_gradient(settings: DiffusionTrainerConfig) -> None:
         raise ValueError(f"{name} follows the rewards of images, and {arr.model.architecture} makes {made}: use awm")
 
 
+def _check_chain(settings: DiffusionTrainerConfig, chained: int) -> None:
+    """Levels that are the rollout's, with so many of its steps after them."""
+    algorithm, steps = settings.algorithm, settings.actor_rollout_ref.rollout.pipeline.num_inference_steps
+    setting = f"actor_rollout_ref.actor.diffusion_loss.extra.steps={chained}"
+    if algorithm.timestep_distribution not in ("last", "rollout"):
+        raise ValueError(
+            f"algorithm.timestep_distribution={algorithm.timestep_distribution}: with {setting} a level has to be one "
+            "of the rollout's own, whose next steps are taken; use last or rollout"
+        )
+    if chained > steps:
+        raise ValueError(f"{setting}: a rollout has {steps} steps; use {steps} or fewer")
+    left = steps - chained + 1
+    if (algorithm.timesteps_per_sample or 1) > left:
+        raise ValueError(
+            f"algorithm.timesteps_per_sample={algorithm.timesteps_per_sample}: with {setting} {left} of the rollout's "
+            f"{steps} levels have so many steps after them; use {left} or fewer"
+        )
+
+
 def check_preference(settings: DiffusionTrainerConfig) -> None:
     algorithm, arr = settings.algorithm, settings.actor_rollout_ref
     loss_fn = get_diffusion_loss_fn(arr.actor.diffusion_loss.loss_mode)
@@ -103,6 +122,10 @@ def check_preference(settings: DiffusionTrainerConfig) -> None:
             "with the ODE; leave it out or set it to 0"
         )
     steps = torch.linspace(1, 0, arr.rollout.pipeline.num_inference_steps + 1)[:-1]
+    chained = loss_fn.chained_steps(arr.actor)
+    if chained > 1:
+        _check_chain(settings, chained)
+        steps = level_starts(steps, chained)
     draw_sigmas(1, algorithm.timesteps_per_sample or 1, algorithm.timestep_distribution, schedule=steps)
     _check_old_policy(settings)
     _check_average(settings)

@@ -10,7 +10,7 @@ import torch
 from omegaconf import DictConfig
 from verl.protocol import DataProto
 
-from verl_omni.algorithms.forward_process import draw_sigmas, follows_old_policy, group_numbers
+from verl_omni.algorithms.forward_process import draw_sigmas, follows_old_policy, group_numbers, level_starts
 from verl_omni.algorithms.old_policy import old_policy_decay
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.model_base import DiffusionModelBase
@@ -36,7 +36,8 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
         self.loss_fn = self.loss_function.loss_fn
         actor = self.config.actor_rollout_ref.actor
         self.old_policy_follows = follows_old_policy(config.actor_rollout_ref.model.algorithm, actor)
-        self.schedule = rollout_sigmas(self.config.actor_rollout_ref.model)
+        self.chained = self.loss_fn.chained_steps(actor)
+        self.schedule = level_starts(rollout_sigmas(self.config.actor_rollout_ref.model), self.chained)
         self.follows_reward = "predicted_reward" in self.loss_fn.required_model_output_keys
 
     def fit(self) -> None:
@@ -154,7 +155,7 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
         """The noise levels at which the rollout's steps start for samples of this size; None: of the run's own."""
         if size is None:
             return self.schedule
-        return rollout_sigmas(sized(self.config.actor_rollout_ref.model, size))
+        return level_starts(rollout_sigmas(sized(self.config.actor_rollout_ref.model, size)), self.chained)
 
     def _move_old_policy(self) -> dict[str, float]:
         algorithm, step = self.config.algorithm, self.global_step + 1

@@ -26,6 +26,7 @@ class Amounts:
     draws: bool
     reference: bool
     copies: int  # of the trained weights: old policy, moving average, frozen policies that are swapped in
+    chained: int = 1  # forwards that one pair's gradient goes through
     models: int = 0  # beside the trained one: frozen policies that are modules of their own
 
     def pairs(self, layout: Layout) -> int:
@@ -36,13 +37,15 @@ class Amounts:
 def amounts(settings: DiffusionTrainerConfig) -> Amounts:
     arr, algorithm = settings.actor_rollout_ref, settings.algorithm
     adapter = DiffusionModelBase.get_class(arr.model)
+    loss = build_loss_function(arr.actor)
     steps, draws = adapter.num_steps(arr.model), algorithm.sample_source == "online"
+    chained = loss.loss_fn.chained_steps(arr.actor)
     if algorithm.trainer_type == "policy_gradient":
         stored = len(sde_window(arr.rollout.algo, steps, 0, 0, group=0))
         trained = max(1, math.ceil(stored * algorithm.timestep_fraction - 1e-9))
     else:
-        stored = 0
-        trained = algorithm.timesteps_per_sample or max(1, math.ceil(steps * algorithm.timestep_fraction - 1e-9))
+        stored, levels = 0, steps - chained + 1
+        trained = algorithm.timesteps_per_sample or max(1, math.ceil(levels * algorithm.timestep_fraction - 1e-9))
     group = arr.rollout.n if draws else 2
     models, swapped_in = _frozen(settings)
     return Amounts(
@@ -54,8 +57,9 @@ def amounts(settings: DiffusionTrainerConfig) -> Amounts:
         updates=settings.data.train_batch_size // arr.actor.ppo_mini_batch_size * arr.actor.ppo_epochs,
         mini_images=arr.actor.ppo_mini_batch_size * group,
         draws=draws,
-        reference=build_loss_function(arr.actor).needs_reference,
+        reference=loss.needs_reference,
         copies=int(follows_old_policy(arr.model.algorithm, arr.actor)) + bool(arr.actor.ema_decay) + swapped_in,
+        chained=chained,
         models=models,
     )
 

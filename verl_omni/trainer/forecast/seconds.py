@@ -100,11 +100,12 @@ class StepTime:
         rows = min(self.micro, pairs)
         checkpointing = model.enable_gradient_checkpointing
         cost = self.costs.passes.training(rows, checkpointing, compiled)
-        flops = cost.forward + cost.backward
+        chained, flops = self.amounts.chained, cost.forward + cost.backward
         launch = self.rates.launch_forward * (1 + checkpointing) + self.rates.launch_backward
-        one = max(flops * self.costs.own_part(layout.sequence) / update_rate, self.costs.weights.blocks * launch)
+        flops *= self.costs.own_part(layout.sequence)
+        one = chained * max(flops / update_rate, self.costs.weights.blocks * launch)
         micros = math.ceil(pairs / rows)
-        first = micros * self._spread(one, layout, passes=2)
+        first = micros * self._spread(one, layout, passes=2 * chained)
         unguided = micros * self._forward(rows, forward_rate, layout) if self.amounts.guided else 0.0
         passes, source = self._passes_before(mode)
         every = math.ceil(pairs * self.amounts.stored / self.amounts.trained / rows)  # not the trained steps alone

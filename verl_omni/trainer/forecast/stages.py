@@ -182,7 +182,7 @@ class RankMemory:
         compiled = compiles(self.settings, self.layout.sequence)
         cost = self.costs.passes.training(rows, self.model.enable_gradient_checkpointing, compiled)
         own = self.costs.own_part(self.layout.sequence)
-        activations, working = cost.kept * own, cost.extra * own
+        activations, working = cost.kept * own * self.amounts.chained, cost.extra * own
         gradients = self.weights.trained_bytes(self.parts)
         taken = rows * (LATENTS_OF_A_PAIR * self.costs.latent_bytes + self.costs.condition_bytes)
         state, piece, host = gradients * optimizer_ratio(self.actor.optim), 0.0, {}

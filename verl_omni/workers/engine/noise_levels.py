@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from verl_omni.algorithms.base import column
 from verl_omni.algorithms.forward_process import TEACHER, noised, predicted_clean
 from verl_omni.config import DiffusionModelConfig
 from verl_omni.pipelines.sampling import transformer_inputs
@@ -31,6 +32,8 @@ class NoiseLevels(Replay):
     reward_of: Callable[[torch.Tensor, DiffusionModelConfig, list[Any]], torch.Tensor] | None = None
     #: what a reward is told of a prompt's images, by the numbers in the column of this name
     told: Sequence[Any] = ()
+    #: how many steps of the rollout lead from a noise level to what is scored; the last of them ends in the image
+    chained = 1
 
     def configured(self, model_config: DiffusionModelConfig) -> DiffusionModelConfig:
         return self.adapter.unguided(model_config)
@@ -54,19 +57,36 @@ class NoiseLevels(Replay):
 
     def model_outputs(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """velocity (N, ...) of N (sample, noise level) rows; with a gradient the predicted_reward (N,) too."""
-        module, (config, scheduler) = self.engine.module, self.drawn_as(self.kinds(micro_batch)[0])
+        config, scheduler = self.drawn_as(self.kinds(micro_batch)[0])
         levels = micro_batch["levels"] = own_levels(scheduler, micro_batch["sigma"])
         x_t = noised(micro_batch["clean_latents"], micro_batch["noise"], levels)
-        timestep = self.timesteps(micro_batch)
-        inputs, _ = transformer_inputs(self.adapter, module, config, x_t, timestep, micro_batch)
-        velocity = self.adapter.predict_velocity(module, config, inputs, None)
+        velocity = self._velocity(x_t, micro_batch["sigma"], micro_batch)
         if self.reward_of is None or not torch.is_grad_enabled():  # other policies' velocities are compared, no more
             return {"velocity": velocity}
-        clean = self.adapter.whole_latents(predicted_clean(x_t, velocity, levels), micro_batch)
+        clean = self.adapter.whole_latents(self._chained(x_t, velocity, micro_batch), micro_batch)
         reward = self.reward_of(clean, config, [self.told[number] for number in micro_batch["told"].tolist()])
         if not reward.requires_grad:  # the loss would have none, or that of its other terms alone
             raise RunError(NO_GRADIENT)
         return {"velocity": velocity, "predicted_reward": reward}
+
+    def _velocity(self, x_t: torch.Tensor, sigma: torch.Tensor, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Of rows of one kind, at the levels that the schedule has at σ (N,)."""
+        kind = self.kinds(micro_batch)[0]
+        module, (config, _) = self.engine.module, self.drawn_as(kind)
+        inputs, _ = transformer_inputs(self.adapter, module, config, x_t, self._timesteps(sigma, kind), micro_batch)
+        return self.adapter.predict_velocity(module, config, inputs, None)
+
+    def _chained(self, x_t: torch.Tensor, velocity: torch.Tensor, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Euler steps ``x' = x + (σ' - σ)·v`` along the rollout's schedule, with a gradient through each; then x̂0."""
+        _, scheduler = self.drawn_as(self.kinds(micro_batch)[0])
+        sigma, schedule = micro_batch["sigma"], scheduler.sigmas.to(x_t.device)
+        for _ in range(self.chained - 1):
+            here = (schedule - sigma[:, None]).abs().argmin(dim=1)
+            after = schedule[here + 1]
+            step = own_levels(scheduler, after) - own_levels(scheduler, sigma)
+            x_t, sigma = x_t + column(step, x_t) * velocity, after
+            velocity = self._velocity(x_t, sigma, micro_batch)
+        return predicted_clean(x_t, velocity, own_levels(scheduler, sigma))
 
     def before_update(self, data: Batch, anchors: Mapping[str, str], versions: Sequence[int] = ()) -> Batch:
         """Draw the noise, and the velocities of other policies (`anchors`: name in the batch -> policy), in CPU memory.
