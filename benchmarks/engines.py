@@ -2,11 +2,15 @@
 
     python -m benchmarks.engines sd35m qwen-image --out outputs/engines    # one GPU, real sizes
     python -m benchmarks.engines --small --out outputs/engines             # both in miniature, on a CPU
+    python -m benchmarks.engines sd35m --only diffusers pipeline --out outputs/engines    # without vLLM-Omni
 
-Runs where vLLM-Omni is installed (docs/vllm_omni.md). The model has random weights in bfloat16 (float32 in miniature).
-Each engine has a process of its own, built as a rollout server builds it, takes LoRA weights (with `--full` all
-weights), and draws a burst twice: the second one counts. Then the training engine computes the log-probabilities of
-what each has drawn, with the same weights. Prints a table in Markdown.
+`vllm_omni` runs where vLLM-Omni is installed (docs/vllm_omni.md). `pipeline` is plain inference, for comparison:
+diffusers' own, its blocks compiled, called with batches of prompts. It has no LoRA and keeps nothing.
+
+The model has random weights in bfloat16 (float32 in miniature). Each engine has a process of its own, built as a
+rollout server builds it, takes LoRA weights (with `--full` all weights), and draws a burst twice: the second one
+counts. Then the training engine computes the log-probabilities of what each has drawn, with the same weights. Prints
+a table in Markdown.
 """
 
 import argparse
@@ -24,6 +28,7 @@ from benchmarks.run import QWEN, SD3, SQUARE_32, SQUARE_512, write_prompts
 
 ARR = "actor_rollout_ref"
 ENGINES = ("diffusers", "vllm_omni")
+PLAIN = "pipeline"
 
 
 @dataclass
@@ -138,6 +143,38 @@ def draw(name: str, engine_name: str, folder: Path, full: bool) -> dict[str, flo
     return found
 
 
+def draw_plainly(name: str, folder: Path) -> dict[str, float]:
+    """Figures of what a user without this project would call."""
+    import inspect
+
+    import torch
+    from diffusers import DiffusionPipeline
+
+    config = configured(name, folder, full=False)
+    on_gpu, work = torch.cuda.is_available(), WORKS[name]
+    start = time.perf_counter()
+    pipe = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16 if on_gpu else torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    if on_gpu:
+        pipe.to("cuda").transformer.compile_repeated_blocks(fullgraph=True)
+    found = {"start": time.perf_counter() - start}
+    known = inspect.signature(pipe.__call__).parameters
+    pipeline = config.actor_rollout_ref.rollout.pipeline
+    settings = {name: value for name, value in pipeline.items() if name in known and value is not None}
+    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    for step in ("first_draw", "draw"):
+        start = time.perf_counter()
+        for first in range(0, work.images, work.batch):
+            numbers = range(first, min(first + work.batch, work.images))
+            asked = [rows[i // 16 % len(rows)] for i in numbers]
+            texts = {key: [row[key] for row in asked] for key in ("prompt", "negative_prompt")}
+            seeds = [torch.Generator().manual_seed(i) for i in numbers]
+            pipe(**settings | texts, generator=seeds, output_type="pt")
+        _wait(on_gpu)
+        found[step] = time.perf_counter() - start
+    return found | {"images_per_second": work.images / found["draw"]}
+
+
 def replay(name: str, folder: Path, full: bool) -> dict[str, dict[str, float]]:
     """Engine -> how far its log-probabilities are from those of the training graph, with the same weights."""
     import torch.distributed as dist
@@ -209,6 +246,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", nargs="*", help=f"any of {', '.join(WORKS)}")
     parser.add_argument("--small", action="store_true", help="tiny models, for a CPU")
+    parser.add_argument("--only", nargs="+", choices=[*ENGINES, PLAIN], default=ENGINES, help="which of them")
     parser.add_argument("--full", action="store_true", help="send all weights, not LoRA")
     parser.add_argument("--out", type=Path, required=True, help="folder for the models, as large as real ones")
     parser.add_argument("--part", help=argparse.SUPPRESS)
@@ -226,7 +264,10 @@ def main() -> None:
     if options.part:
         (name,) = names
         given = (options.out / name, options.full)
-        found = replay(name, *given) if options.part == "replay" else draw(name, options.part, *given)
+        if options.part == PLAIN:
+            found = draw_plainly(name, given[0])
+        else:
+            found = replay(name, *given) if options.part == "replay" else draw(name, options.part, *given)
         print("\n" + json.dumps(found))
         return
     for name in names:
@@ -234,7 +275,7 @@ def main() -> None:
         if not (options.out / name / "model_index.json").exists():
             child([*given, "--part", "build"])
         found = {}
-        for engine in ENGINES:
+        for engine in options.only:
             found[engine] = child([*given, "--part", engine])
             print(f"{name} {engine} {json.dumps(found[engine])}", flush=True)
         for engine, drift in child([*given, "--part", "replay"]).items():
