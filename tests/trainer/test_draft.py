@@ -13,6 +13,7 @@ from refusals import refused
 from tiny_models import tiny_checkpoint
 from tiny_scorers import clip_folder
 
+from verl_omni.pipelines.z_image.adapter import LAST_STEP_IS_IDLE
 from verl_omni.rewards import check_settings, register_reward
 from verl_omni.rewards.choice import read_choices
 from verl_omni.rewards.differentiable import check_differentiable, differentiable, reward_of_pixels, told_by_name
@@ -264,6 +265,7 @@ def test_what_it_cannot_do_is_refused_in_one_line(reward):
     [
         ([f"+{EXTRA}.steps=11"], "extra.steps=11: a rollout has 10 steps; use 10 or fewer"),
         ([f"+{EXTRA}.steps=1.5"], "extra.steps=1.5: expected a whole number"),
+        ([f"+{EXTRA}.steps=true"], "extra.steps=True: expected a whole number"),
         ([f"+{EXTRA}.steps=0"], "extra.steps=0: expected 1 or more"),
         ([f"+{EXTRA}.steps=2", "algorithm.timestep_distribution=uniform"], "use last or rollout"),
         ([f"+{EXTRA}.steps=8", "algorithm.timesteps_per_sample=4"], "3 of the rollout's 10 levels have so many steps"),
@@ -271,3 +273,10 @@ def test_what_it_cannot_do_is_refused_in_one_line(reward):
 )
 def test_steps_that_no_level_has_after_it_are_refused_in_one_line(given, said, reward):
     assert said in refused(DRAFT, reward, "actor_rollout_ref.rollout.pipeline.num_inference_steps=10", *given)
+
+
+def test_steps_are_counted_as_the_model_takes_them(reward):
+    """Of those that are asked for, Z-Image takes one less with an old diffusers."""
+    steps = 4 - int(LAST_STEP_IS_IDLE)
+    given = ("actor_rollout_ref.rollout.pipeline.num_inference_steps=4", f"+{EXTRA}.steps=5")
+    assert f"a rollout has {steps} steps" in refused(DRAFT, reward, *given, architecture="ZImagePipeline")

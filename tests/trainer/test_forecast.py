@@ -31,6 +31,7 @@ from verl_omni.perf.rates import rates
 from verl_omni.trainer.checks.preparation import prepare_config
 from verl_omni.trainer.forecast.amounts import amounts
 from verl_omni.trainer.forecast.forecast import forecast
+from verl_omni.trainer.forecast.knobs import changes
 from verl_omni.trainer.forecast.model import EmptyModel, ModelCosts
 from verl_omni.trainer.forecast.passes import Pass, Passes
 from verl_omni.trainer.forecast.remembered import KEPT, Remembered, key_of, own_code
@@ -282,6 +283,14 @@ def test_the_plan_names_stages_what_helps_and_the_best_way(tmp_path, monkeypatch
     page = text(tight)
     assert "The update does not fit into 92%" in page and "  fits  actor_rollout_ref." in page
     assert "H100 not timed" in page
+
+
+def test_the_plan_advises_nothing_that_a_model_cannot_do(tmp_path):
+    """No layer of tiny Z-Image can be held in 8 bits; some of tiny Qwen-Image's can."""
+    for architecture, can in (("ZImagePipeline", False), ("QwenImagePipeline", True)):
+        lora = overrides_of(tmp_path, tiny_checkpoint(architecture), f"{MODEL}.lora_rank=4")
+        settings = OmegaConf.to_object(prepare_config(composed(*lora, f"{MODEL}.architecture={architecture}")))
+        assert ({f"{MODEL}.base_precision": "int8"} in changes(settings, "checkpoint")) == can
 
 
 def test_auto_plans_with_the_largest_number_that_leaves_a_tenth_free(tmp_path, monkeypatch):

@@ -43,6 +43,20 @@ def layers(engine) -> dict[str, Linear8Bit]:
     return {n: m for n, m in engine.module.named_modules() if isinstance(m, Linear8Bit)}
 
 
+def test_a_layer_with_a_forward_of_its_own_stays_as_it_is():
+    """The 8 bits' would take its place: half of what it gives were twice as much."""
+
+    class Halving(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) / 2
+
+    plain, own = torch.nn.Linear(64, 8), Halving(64, 8)
+    part = torch.nn.Module()
+    part._repeated_blocks, part.blocks = ["Sequential"], torch.nn.ModuleList([torch.nn.Sequential(plain, own)])
+    eight_bits.hold_in_8_bits([part], torch.float32)
+    assert isinstance(plain, Linear8Bit) and type(own) is Halving and own.weight.dtype == torch.float32
+
+
 # ---- numbers -------------------------------------------------------------------------------------------
 
 

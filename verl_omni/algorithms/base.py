@@ -143,8 +143,6 @@ class DiffusionLossFn(ABC):
             default = cls.defaults.get("extra", {}).get(name)
             if isinstance(default, int | float) and not isinstance(value, int | float):
                 raise ValueError(f"{where}.{name}={value}: expected a number, such as {default}")
-            if isinstance(default, int) and not isinstance(value, int):
-                raise ValueError(f"{where}.{name}={value}: expected a whole number, such as {default}")
             cls.extra_ranges.get(name, Range()).check(f"{where}.{name}", value)
 
     @classmethod

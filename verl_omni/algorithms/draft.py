@@ -9,6 +9,7 @@ no old policy is in it. The reward has to be differentiable (`verl_omni.rewards.
     kl_beta   weight of the distance to the reference's velocities at that level (0; 0 needs no reference)
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +45,13 @@ class DraftLoss(DiffusionLossFn):
     @classmethod
     def chained_steps(cls, config: "DiffusionActorConfig") -> int:
         return cls.settings(config).steps
+
+    @classmethod
+    def check_extra(cls, extra: Mapping[str, Any], where: str) -> None:
+        super().check_extra(extra, where)
+        steps = extra.get("steps", 1)
+        if not isinstance(steps, int) or isinstance(steps, bool):
+            raise ValueError(f"{where}.steps={steps}: expected a whole number")
 
     @classmethod
     def data_keys(cls, config: "DiffusionActorConfig") -> tuple[str, ...]:

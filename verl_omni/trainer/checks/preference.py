@@ -8,6 +8,7 @@ from verl_omni.config.actor import AUTO
 from verl_omni.config.algorithm import DiffusionAlgoConfig
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.data.offline_pairs import check_takes_pairs
+from verl_omni.pipelines.model_base import DiffusionModelBase
 
 
 def check_trainer_fits(settings: DiffusionTrainerConfig) -> None:
@@ -65,7 +66,6 @@ def _check_average(settings: DiffusionTrainerConfig) -> None:
 
 def _check_reward_gradient(settings: DiffusionTrainerConfig) -> None:
     """Images are decoded and scored where the weights are, with a gradient."""
-    from verl_omni.pipelines.model_base import DiffusionModelBase
     from verl_omni.workers.rollout import engine_class
 
     arr, name = settings.actor_rollout_ref, settings.actor_rollout_ref.model.algorithm
@@ -89,10 +89,12 @@ def _check_reward_gradient(settings: DiffusionTrainerConfig) -> None:
         raise ValueError(f"{name} follows the rewards of images, and {arr.model.architecture} makes {made}: use awm")
 
 
-def _check_chain(settings: DiffusionTrainerConfig, chained: int) -> None:
+def _check_chain(settings: DiffusionTrainerConfig, chained: int, steps: int) -> None:
     """Levels that are the rollout's, with so many of its steps after them."""
-    algorithm, steps = settings.algorithm, settings.actor_rollout_ref.rollout.pipeline.num_inference_steps
+    algorithm, model = settings.algorithm, settings.actor_rollout_ref.model
     setting = f"actor_rollout_ref.actor.diffusion_loss.extra.steps={chained}"
+    if DiffusionModelBase.get_class(model).has_own_step():
+        raise ValueError(f"{setting}: it takes Euler's steps, and {model.architecture} has steps of its own; use 1")
     if algorithm.timestep_distribution not in ("last", "rollout"):
         raise ValueError(
             f"algorithm.timestep_distribution={algorithm.timestep_distribution}: with {setting} a level has to be one "
@@ -121,12 +123,11 @@ def check_preference(settings: DiffusionTrainerConfig) -> None:
             f"actor_rollout_ref.rollout.algo.noise_level={arr.rollout.algo.noise_level}: direct preference samples "
             "with the ODE; leave it out or set it to 0"
         )
-    steps = torch.linspace(1, 0, arr.rollout.pipeline.num_inference_steps + 1)[:-1]
-    chained = loss_fn.chained_steps(arr.actor)
+    chained, steps = loss_fn.chained_steps(arr.actor), DiffusionModelBase.get_class(arr.model).num_steps(arr.model)
     if chained > 1:
-        _check_chain(settings, chained)
-        steps = level_starts(steps, chained)
-    draw_sigmas(1, algorithm.timesteps_per_sample or 1, algorithm.timestep_distribution, schedule=steps)
+        _check_chain(settings, chained, steps)
+    levels = level_starts(torch.linspace(1, 0, steps + 1)[:-1], chained)
+    draw_sigmas(1, algorithm.timesteps_per_sample or 1, algorithm.timestep_distribution, schedule=levels)
     _check_old_policy(settings)
     _check_average(settings)
     if algorithm.adv_mode != "continuous" and "advantages" not in loss_fn.required_data_keys:

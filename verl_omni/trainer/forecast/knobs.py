@@ -7,7 +7,7 @@ from typing import Any
 from verl_omni.config.actor import AUTO
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.trainer.checks.rollout_engine import check_gather, check_share_samples
-from verl_omni.trainer.checks.workers import check_base_precision
+from verl_omni.trainer.checks.workers import check_base_precision, check_model
 from verl_omni.trainer.forecast.ways import Way, Ways, varied
 from verl_omni.workers.layout import Layout
 
@@ -32,12 +32,14 @@ class Help:
 
 def changes(settings: DiffusionTrainerConfig, stage: str) -> Iterator[dict[str, Any]]:
     """What might help in a stage and is not refused, what costs least first."""
-    return (change for change in _changes(settings, stage) if _accepted(varied(settings, change)))
+    return (change for change in _changes(settings, stage) if _accepted(varied(settings, change), change))
 
 
-def _accepted(settings: DiffusionTrainerConfig) -> bool:
-    """By the checks of `train`: ways to draw exclude each other."""
+def _accepted(settings: DiffusionTrainerConfig, change: dict[str, Any]) -> bool:
+    """By the checks of `train`: ways to draw exclude each other, and not every layer can be held in 8 bits."""
     try:
+        if f"{MODEL}.base_precision" in change:
+            check_model(settings.actor_rollout_ref.model, settings.actor_rollout_ref.actor.engine)
         check_base_precision(settings)
         check_gather(settings)
         check_share_samples(settings)

@@ -81,7 +81,7 @@ def layers_for_8_bits(parts: Iterable[torch.nn.Module], dtype: torch.dtype) -> l
     adapters = {m for layer in lora_layers(parts) for m in layer.modules()}
     adapters -= {layer.get_base_layer() for layer in lora_layers(parts)}
     modules = {m: None for part in parts for block in repeated_blocks(part) for m in block.modules()}
-    linears = [m for m in modules if isinstance(m, torch.nn.Linear) and m not in adapters]
+    linears = [m for m in modules if type(m) is torch.nn.Linear and m not in adapters]  # no forward of its own
     found = [m for m in linears if m.in_features % GROUP == 0 and m.weight.dtype == dtype]
     if not found:
         raise ValueError(
