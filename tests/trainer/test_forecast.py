@@ -444,7 +444,7 @@ def test_state_on_the_host_is_on_the_device_piece_by_piece(away, pairs, activati
     rank.model = SimpleNamespace(enable_gradient_checkpointing=False)
     rank.weights = SimpleNamespace(trained_bytes=lambda parts=1: 8e9 / parts)
     rank.parts, rank.layout = 1, Layout(replicate=1, shard=1, sequence=1)
-    rank.amounts = SimpleNamespace(pairs=lambda layout: pairs)
+    rank.amounts = SimpleNamespace(pairs=lambda layout: pairs, chained=1)
     rank.settings = SimpleNamespace(actor_rollout_ref=SimpleNamespace(actor=rank.actor))
     passes = SimpleNamespace(training=lambda *given: Pass(kept=activations))
     rank.costs = SimpleNamespace(passes=passes, latent_bytes=0, condition_bytes=0, own_part=lambda sequence: 1.0)

@@ -161,7 +161,7 @@ def test_tokens_that_are_not_shared_are_whole_on_each_rank():
 def test_weights_stay_on_the_machine_where_each_has_a_copy(layout, passes, gigabytes):
     """On machines of eight GPUs, of which each sends 450 GB/s to the others there and 50 beyond."""
     time = object.__new__(StepTime)
-    weights = SimpleNamespace(numel=20e9, trained=20e9)
+    weights = SimpleNamespace(gathered=lambda itemsize: 20e9 * itemsize, trained=20e9)
     time.costs, time.sends = SimpleNamespace(weights=weights, dtype=SimpleNamespace(itemsize=2)), True
     inside, outside = gigabytes
     assert time._spread(0.0, layout, passes) == pytest.approx(inside / 450 + outside / 50)
@@ -175,7 +175,7 @@ def learned(*given: str, mode: str = "colocated", **more: object) -> float:
     passes = SimpleNamespace(
         forward=lambda rows: Pass(forward=rate.reference), training=lambda *how: Pass(forward=4 * rate.update)
     )
-    weights = SimpleNamespace(blocks=0, numel=0, trained=0)
+    weights = SimpleNamespace(blocks=0, gathered=lambda itemsize: 0, trained=0)
     costs = SimpleNamespace(passes=passes, weights=weights, dtype=torch.bfloat16, own_part=lambda ranks: 1.0)
     one = dataclasses.replace(amounts(settings), guided=True, reference=False, mini_images=1, stored=1, trained=1)
     return StepTime(costs, settings, dataclasses.replace(one, **more), rate).learning(Layout(), mode).learning

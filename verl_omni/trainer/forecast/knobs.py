@@ -13,7 +13,7 @@ from verl_omni.workers.layout import Layout
 
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 ROLLOUT, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
-GATHER = f"{ROLLOUT}.gather"
+GATHER, PRECISION = f"{ROLLOUT}.gather", f"{MODEL}.base_precision"
 LEAST_GAIN = 0.02  # of a stage's peak: less is not worth a line
 
 
@@ -32,14 +32,24 @@ class Help:
 
 def changes(settings: DiffusionTrainerConfig, stage: str) -> Iterator[dict[str, Any]]:
     """What might help in a stage and is not refused, what costs least first."""
-    return (change for change in _changes(settings, stage) if _accepted(varied(settings, change), change))
+    for change in _changes(settings, stage):
+        changed = varied(settings, change)
+        if _accepted(changed) and (PRECISION not in change or _held_in_8_bits(changed)):
+            yield change
 
 
-def _accepted(settings: DiffusionTrainerConfig, change: dict[str, Any]) -> bool:
-    """By the checks of `train`: ways to draw exclude each other, and not every layer can be held in 8 bits."""
+def _held_in_8_bits(settings: DiffusionTrainerConfig) -> bool:
+    """Whether the model has layers that can be."""
     try:
-        if f"{MODEL}.base_precision" in change:
-            check_model(settings.actor_rollout_ref.model, settings.actor_rollout_ref.actor.engine)
+        check_model(settings.actor_rollout_ref.model, settings.actor_rollout_ref.actor.engine)
+    except ValueError:
+        return False
+    return True
+
+
+def _accepted(settings: DiffusionTrainerConfig) -> bool:
+    """By the checks of `train`: ways to draw exclude each other."""
+    try:
         check_base_precision(settings)
         check_gather(settings)
         check_share_samples(settings)
@@ -75,7 +85,7 @@ def _changes(settings: DiffusionTrainerConfig, stage: str) -> Iterator[dict[str,
         yield {f"{ACTOR}.engine.model_dtype": "bfloat16"}
         yield {f"{MODEL}.lora_rank": 32}
     elif arr.model.base_precision is None:
-        yield {f"{MODEL}.base_precision": "int8"}
+        yield {PRECISION: "int8"}
 
 
 def _halved(name: str, value: int | str) -> Iterator[dict[str, Any]]:
