@@ -2,13 +2,15 @@
 
 import contextlib
 import pickle
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from engine_cases import model_config
 from tiny_language_model import language_model_folder
 from tiny_models import tiny_checkpoint
+from torch.nn.attention import _fa4
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_omni.config import DiffusionModelConfig
@@ -18,6 +20,7 @@ from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.workers.engine.base import DiffusionEngine
 from verl_omni.workers.engine.compile import attention_kernels, attention_trial
 from verl_omni.workers.engine.compile.attention import attention_choice, choose_attention
+from verl_omni.workers.engine.compile.attention_kernels import FLASH_4
 from verl_omni.workers.engine.compile.attention_trial import Shape, Tried, shape_of, try_kernels
 from verl_omni.workers.engine.compile.blocks import compile_blocks, repeated_blocks
 from verl_omni.workers.engine.compile.compile_ahead import skeleton
@@ -102,6 +105,30 @@ def test_in_a_graph_and_in_another_process():
     with torch.no_grad(), Operations() as seen:
         block(torch.ones(1, 4, width), torch.ones(1, 3, width), torch.ones(1, width))
     assert "bmm" in seen.names and FUSED not in seen.names
+
+
+@pytest.mark.parametrize("pipeline", MODELS)
+def test_flash_attention_4_takes_the_place_of_torchs_flash(pipeline, monkeypatch):
+    """Of a model that asks diffusers for its kernel, and of one that calls torch. (Its kernels need a GPU.)"""
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for function in ("_flash_attn_fwd", "_flash_attn_bwd"):
+        setattr(sys.modules["flash_attn.cute.interface"], function, None)
+    module = transformer(pipeline)
+    try:
+        choose_attention(module, FLASH_4)
+        assert torch.nn.attention.current_flash_attention_impl() == "FA4"
+        assert "_scaled_dot_product_flash_attention_for_cpu" in attend(module)
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
+        _fa4._fa4_import_module.cache_clear()
+
+
+def test_flash_attention_4_that_is_not_there():
+    with pytest.raises(ImportError, match='No module named.*pip install "flash-attn-4==4.0.0b18"'):
+        choose_attention(transformer(MODELS[0]), FLASH_4)
+    (one,) = try_kernels(SMALL, "cpu", torch.bfloat16, (FLASH_4,))
+    assert not one.passes and "pip install" in one.failed
 
 
 def test_a_kernel_that_the_model_cannot_have():

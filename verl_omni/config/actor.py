@@ -37,7 +37,7 @@ OPTIMIZERS = (
 def attention_backends() -> list[str]:
     from diffusers.models.attention_dispatch import AttentionBackendName
 
-    return [backend.value for backend in AttentionBackendName]
+    return [*(backend.value for backend in AttentionBackendName), "flash_4"]
 
 
 @dataclass
@@ -118,8 +118,8 @@ class EngineConfig:
     )
     attention_backend: str | None = knob(
         None,
-        "diffusers attention backend, such as _native_cudnn; null: on a GPU the model's own, or what a trial at the "
-        "start finds right and fastest; else diffusers'",
+        "diffusers attention backend, such as _native_cudnn, or flash_4 (FlashAttention 4, a package of its own); "
+        "null: on a GPU the model's own, or what a trial at the start finds right and fastest; else diffusers'",
         choices=attention_backends,
         may_change=True,
     )

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import sdpa_kernel
 
 from verl_omni.pipelines.model_base import DiffusionModelBase
-from verl_omni.workers.engine.compile.attention_kernels import TORCH_KERNELS
+from verl_omni.workers.engine.compile.attention_kernels import FLASH_4, TORCH_KERNELS, activate_flash_4
 
 
 def attention_choice(
@@ -39,8 +39,10 @@ class WithKernel:
 
 
 def choose_attention(part: torch.nn.Module, backend: str) -> None:
-    """`backend` as diffusers names it; a model that does not ask diffusers can have torch's own kernels."""
-    part.set_attention_backend(backend)
+    """`backend` as diffusers names it, or flash_4; a model that does not ask diffusers can have torch's own kernels."""
+    if backend == FLASH_4:
+        activate_flash_4()
+    part.set_attention_backend("_native_flash" if backend == FLASH_4 else backend)
     passed_over = [
         m for m in part.modules() if getattr(m, "processor", None) and not hasattr(m.processor, "_attention_backend")
     ]

@@ -12,14 +12,25 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 NATIVE = "native"  # torch's own choice
+FLASH_4 = "flash_4"
+PACKAGE = "flash-attn-4==4.0.0b18"  # the last whose functions give back what torch 2.11 to 2.13 ask of them
 TORCH_KERNELS = {
     "_native_cudnn": SDPBackend.CUDNN_ATTENTION,
     "_native_efficient": SDPBackend.EFFICIENT_ATTENTION,
     "_native_flash": SDPBackend.FLASH_ATTENTION,
+    FLASH_4: SDPBackend.FLASH_ATTENTION,
     "_native_math": SDPBackend.MATH,
 }
 QUERIES = 256  # whose scores the plain formula has at once
 TIMED = 5
+
+
+def activate_flash_4() -> None:
+    """FlashAttention 4 computes from now on what torch's own flash kernel did, in all of this process."""
+    try:
+        torch.nn.attention.activate_flash_attention_impl("FA4")
+    except ImportError as missing:
+        raise ImportError(f'it needs FlashAttention 4 ({missing}): pip install "{PACKAGE}"') from missing
 
 
 def try_one(kernel: str, size: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> dict[str, float | str]:
@@ -34,6 +45,8 @@ def try_one(kernel: str, size: tuple[int, int, int, int], device: str, dtype: to
         return [output[:, :, :QUERIES].detach(), *torch.autograd.grad(output, inputs, given)]
 
     try:
+        if kernel == FLASH_4:
+            activate_flash_4()
         with contextlib.nullcontext() if kernel == NATIVE else sdpa_kernel(TORCH_KERNELS[kernel]):
             results = run()
             _wait(device)
@@ -42,7 +55,7 @@ def try_one(kernel: str, size: tuple[int, int, int, int], device: str, dtype: to
                 run()
             _wait(device)
             ms = (time.perf_counter() - began) / TIMED * 1000
-    except RuntimeError as error:
+    except (ImportError, RuntimeError) as error:
         return {"kernel": kernel, "failed": " ".join(str(error).split())[:100]}
     off = max(_off(one, other) for one, other in zip(results, plain(inputs, given), strict=True))
     return {"kernel": kernel, "off": off, "ms": ms}
