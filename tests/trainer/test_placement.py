@@ -105,6 +105,8 @@ class Somebody:
         return ray.get_runtime_context().get_node_id(), tuple(ray.get_gpu_ids())
 
 
+Somebody.__module__ = "__main__"  # sent by value: eleven processes would import all of this file for it
+
 def placed(*overrides: str, seconds: float = 60) -> Placement:
     return Placement(all_wanted(composed(*EVERYTHING, *overrides)), {Role.ActorRollout: TRAINING}, seconds)
 
