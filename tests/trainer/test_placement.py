@@ -92,6 +92,7 @@ def cluster():
     node = {"num_cpus": 16, "num_gpus": 4, "include_dashboard": False}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+        patch.setenv("RAY_prestart_worker_first_driver", "0")  # else 32 processes, one for each CPU that nodes tell of
         cluster = Cluster(initialize_head=True, head_node_args=node)
         cluster.add_node(**node)
         ray.init(address=cluster.address, logging_level="ERROR", runtime_env={"env_vars": {"PYTHONPATH": PATHS}})
