@@ -9,16 +9,16 @@ columns beside the weights. Figures are milliseconds for all three projections.
 """
 
 import argparse
-import time
 from collections.abc import Callable
 
 import torch
 from torch.nn.functional import linear
 
+from benchmarks.timing import seconds
+
 # rows, width, rank: SD3.5-medium with 44 rows of 1357 tokens, Qwen-Image with 8 of 1088
 SIZES = {"SD3.5-medium": (44 * 1357, 1536, 32), "Qwen-Image": (8 * 1088, 3072, 64)}
 SMALL = {"small": (96, 64, 4)}
-TIMED = 20
 Three = list[torch.Tensor]
 
 
@@ -73,19 +73,7 @@ def measure(way: str, size: tuple[int, int, int], device: str) -> tuple[float, t
         trained = [x, *(a + b if way != "none" else [])]
         return torch.autograd.grad(called(x), trained, given)[0]
 
-    for _ in range(3):
-        gradient = step()
-    _wait(on_gpu)
-    began = time.perf_counter()
-    for _ in range(TIMED):
-        step()
-    _wait(on_gpu)
-    return (time.perf_counter() - began) / TIMED * 1000, gradient
-
-
-def _wait(on_gpu: bool) -> None:
-    if on_gpu:
-        torch.cuda.synchronize()
+    return 1e3 * seconds(step, device), step()
 
 
 def main() -> None:

@@ -11,12 +11,11 @@ import argparse
 import json
 import subprocess
 import sys
-import time
 
 import torch
 
-from verl_omni.workers.engine.compile import attention_kernels
-from verl_omni.workers.engine.compile.attention_kernels import FLASH_4, NATIVE, TORCH_KERNELS
+from benchmarks.timing import seconds
+from verl_omni.workers.engine.compile.attention_kernels import FLASH_4, NATIVE, only, try_one
 
 # rows, tokens, heads, width of a head
 SHAPES = {
@@ -29,12 +28,11 @@ SHAPES = {
 }
 SMALL = {"small": (2, 300, 2, 16)}
 KERNELS = (NATIVE, "_native_cudnn", "_native_flash", FLASH_4)
-TIMED = 20
 
 
 def measure(kernel: str, size: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> dict[str, float | str]:
     """Milliseconds and TFLOP/s, and how far off."""
-    found = attention_kernels.try_one(kernel, size, device, dtype)
+    found = try_one(kernel, size, device, dtype)
     if "failed" in found:
         return found
     rows, tokens, heads, width = size
@@ -46,24 +44,13 @@ def measure(kernel: str, size: tuple[int, int, int, int], device: str, dtype: to
     def both() -> None:
         torch.autograd.grad(attend(*inputs), inputs, given)
 
-    with torch.nn.attention.sdpa_kernel([*TORCH_KERNELS.values()] if kernel == NATIVE else TORCH_KERNELS[kernel]):
+    with only(kernel):
         with torch.no_grad():
-            forward = _ms(lambda: attend(*inputs), device)
-        whole = _ms(both, device)
+            forward = 1e3 * seconds(lambda: attend(*inputs), device)
+        whole = 1e3 * seconds(both, device)
     return found | {
         "forward": forward, "both": whole, "forward rate": flops / forward / 1e9, "both rate": 3.5 * flops / whole / 1e9
     }  # fmt: skip
-
-
-def _ms(run, device: str) -> float:
-    for _ in range(3):
-        run()
-    attention_kernels._wait(device)
-    began = time.perf_counter()
-    for _ in range(TIMED):
-        run()
-    attention_kernels._wait(device)
-    return (time.perf_counter() - began) / TIMED * 1000
 
 
 def in_another_process(kernel: str, shapes: list[str], small: bool) -> dict[str, dict[str, float | str]]:

@@ -18,7 +18,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +27,7 @@ import torch
 from benchmarks import find_torchao
 from benchmarks.learning_table import at
 from benchmarks.staleness import SCORE, quickstart_settings
+from benchmarks.timing import seconds
 from verl_omni.utils.run_files import read_metrics
 from verl_omni.workers.engine.fp8 import product, quantised, refuse_old_gpu
 
@@ -112,17 +112,6 @@ def with_torchao(module: torch.nn.Module, chosen: Callable[[torch.nn.Module, str
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
 
     quantize_(module, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()), chosen)
-
-
-def seconds(call: Callable, device: str, times: int = 20) -> float:
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    call()
-    wait()
-    began = time.perf_counter()
-    for _ in range(times):
-        call()
-    wait()
-    return (time.perf_counter() - began) / times
 
 
 def train(folder: Path, kind: str, seed: int, steps: int) -> None:

@@ -43,7 +43,8 @@ def measure(modules: list[str], small: bool, torchao: bool, turns: Turns) -> dic
     import torch
     from diffusers import SD3Transformer2DModel
 
-    from benchmarks.fp8 import seconds, with_torchao
+    from benchmarks.fp8 import with_torchao
+    from benchmarks.timing import seconds
     from verl_omni.workers.engine.compile.blocks import compile_blocks, repeated_blocks
     from verl_omni.workers.engine.compile.fused_gelu import fuse_gelu
     from verl_omni.workers.engine.fp8 import Fp8Layers, chosen_layers
