@@ -37,6 +37,7 @@ PACKAGES = {"console": None, "jsonl": None, "file": None, "vemlp_wandb": "volcen
 
 
 def check_workers(settings: DiffusionTrainerConfig) -> None:
+    from verl_omni.workers.engine.compile.attention_kernels import FLASH_4
     from verl_omni.workers.engine.registry import engine_class, layout_of  # a typing error is told before verl is there
     from verl_omni.workers.rollout import engine_class as rollout_engine
 
@@ -84,6 +85,8 @@ def check_workers(settings: DiffusionTrainerConfig) -> None:
                 raise ValueError(f"{ENGINE}.{name}=true does nothing {why}: leave it null")
     if settings.algorithm.sample_source == "online":
         check_engine_arguments(arr.rollout)
+    if trainer.device == "cpu" and arr.actor.engine.attention_backend == FLASH_4:
+        raise ValueError(f"{ENGINE}.attention_backend={FLASH_4} computes on a GPU only: leave it out")
     check_base_precision(settings)
     check_model(arr.model, arr.actor.engine)
     check_training_engine(arr.model, arr.actor)
@@ -154,7 +157,8 @@ def check_engine_arguments(rollout: DiffusionRolloutConfig) -> None:
 
 
 def check_base_precision(settings: DiffusionTrainerConfig) -> None:
-    """Training and rollout hold the same weights, and hold them once."""
+    """Training and rollout hold the same weights, and hold them once, in layers that can be held so."""
+    from verl_omni.workers.engine.eight_bits import layers_for_8_bits
     from verl_omni.workers.engine.registry import engine_class
     from verl_omni.workers.rollout import engine_class as rollout_engine
 
@@ -172,6 +176,8 @@ def check_base_precision(settings: DiffusionTrainerConfig) -> None:
             f"{shown}: actor_rollout_ref.rollout.name={arr.rollout.name} holds weights in full, and would draw with "
             "others than training has; set rollout.name=diffusers, or leave base_precision out"
         )
+    if parts := empty_modules(arr.model):
+        layers_for_8_bits(parts, torch.get_default_dtype())
 
 
 def check_model(model: DiffusionModelConfig, engine: EngineConfig) -> None:
@@ -180,14 +186,9 @@ def check_model(model: DiffusionModelConfig, engine: EngineConfig) -> None:
         check_lora_file(model)
     if model.lora_rank:
         check_takes_lora(model)
-    if model.target_modules is None and engine.attention_backend is None and model.base_precision is None:
+    if model.target_modules is None and engine.attention_backend is None:
         return
-    from verl_omni.workers.engine.eight_bits import layers_for_8_bits
-
-    parts = empty_modules(model)
-    if model.base_precision is not None and parts:
-        layers_for_8_bits(parts, torch.get_default_dtype())
-    for part in parts:
+    for part in empty_modules(model):
         if model.target_modules is not None:
             check_targets(model.target_modules, part)
         if engine.attention_backend is not None:

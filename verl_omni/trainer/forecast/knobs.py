@@ -7,13 +7,13 @@ from typing import Any
 from verl_omni.config.actor import AUTO
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.trainer.checks.rollout_engine import check_gather, check_share_samples
-from verl_omni.trainer.checks.workers import check_base_precision, check_model
+from verl_omni.trainer.checks.workers import check_base_precision
 from verl_omni.trainer.forecast.ways import Way, Ways, varied
 from verl_omni.workers.layout import Layout
 
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 ROLLOUT, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
-GATHER, PRECISION = f"{ROLLOUT}.gather", f"{MODEL}.base_precision"
+GATHER = f"{ROLLOUT}.gather"
 LEAST_GAIN = 0.02  # of a stage's peak: less is not worth a line
 
 
@@ -32,23 +32,11 @@ class Help:
 
 def changes(settings: DiffusionTrainerConfig, stage: str) -> Iterator[dict[str, Any]]:
     """What might help in a stage and is not refused, what costs least first."""
-    for change in _changes(settings, stage):
-        changed = varied(settings, change)
-        if _accepted(changed) and (PRECISION not in change or _held_in_8_bits(changed)):
-            yield change
-
-
-def _held_in_8_bits(settings: DiffusionTrainerConfig) -> bool:
-    """Whether the model has layers that can be."""
-    try:
-        check_model(settings.actor_rollout_ref.model, settings.actor_rollout_ref.actor.engine)
-    except ValueError:
-        return False
-    return True
+    return (change for change in _changes(settings, stage) if _accepted(varied(settings, change)))
 
 
 def _accepted(settings: DiffusionTrainerConfig) -> bool:
-    """By the checks of `train`: ways to draw exclude each other."""
+    """By the checks of `train`: ways to draw exclude each other, and not every model has layers for 8 bits."""
     try:
         check_base_precision(settings)
         check_gather(settings)
@@ -85,7 +73,7 @@ def _changes(settings: DiffusionTrainerConfig, stage: str) -> Iterator[dict[str,
         yield {f"{ACTOR}.engine.model_dtype": "bfloat16"}
         yield {f"{MODEL}.lora_rank": 32}
     elif arr.model.base_precision is None:
-        yield {PRECISION: "int8"}
+        yield {f"{MODEL}.base_precision": "int8"}
 
 
 def _halved(name: str, value: int | str) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 import time
+from contextlib import AbstractContextManager
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -33,6 +34,11 @@ def activate_flash_4() -> None:
         raise ImportError(f'it needs FlashAttention 4 ({missing}): pip install "{PACKAGE}"') from missing
 
 
+def only(kernel: str) -> AbstractContextManager:
+    """torch may take no other inside; of `native` it chooses."""
+    return contextlib.nullcontext() if kernel == NATIVE else sdpa_kernel(TORCH_KERNELS[kernel])
+
+
 def try_one(kernel: str, size: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> dict[str, float | str]:
     """`size`: rows, tokens, heads, width of a head. How far off it is, of the largest value, and milliseconds."""
     torch.manual_seed(0)
@@ -47,7 +53,7 @@ def try_one(kernel: str, size: tuple[int, int, int, int], device: str, dtype: to
     try:
         if kernel == FLASH_4:
             activate_flash_4()
-        with contextlib.nullcontext() if kernel == NATIVE else sdpa_kernel(TORCH_KERNELS[kernel]):
+        with only(kernel):
             results = run()
             _wait(device)
             began = time.perf_counter()
