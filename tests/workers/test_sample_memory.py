@@ -46,6 +46,17 @@ def batch_of(store: TrajectoryStore, data: DataProto) -> dict:
     return {name: data.batch[name] for name in data.batch.keys()} | store.batch(data)
 
 
+def test_a_pass_through_the_training_graph_holds_the_graph_of_one_micro_batch(drawn):
+    engine = make_engine(model_config(tiny_checkpoint()))
+    peaks, steps = {}, drawn["all_timesteps"].shape[1]
+    for samples in (1, 2, 1, 6):  # the first two make what stays
+        rows = {name: value[:samples] for name, value in drawn.items()}
+        with LiveBytes() as live, engine.eval_mode():
+            engine.infer_batch(rows, training_graph=True, micro_batch_size=steps)
+        peaks[samples] = live.most
+    assert peaks[6] < 1.1 * peaks[1], peaks
+
+
 def test_the_memory_of_an_update_does_not_grow_with_its_samples(drawn):
     engine = make_engine(model_config(tiny_checkpoint()))
     engine.micro_batch_size = MICRO

@@ -67,6 +67,7 @@ class Passes(TrainingEngine):
             elif part.counts:
                 outputs.append((part, self.put_away(out["model_output"])))
             accumulate(metrics, out["metrics"], part.share)
+            del loss, out  # or this graph is still held while the next is built
         return {"model_output": in_order(outputs), "metrics": self.reduce_metrics(metrics)}
 
     def put_away(self, outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
