@@ -67,6 +67,7 @@ def measure(way: str, size: tuple[int, int, int], device: str) -> tuple[float, t
         with torch.autocast(device, dtype, enabled=on_gpu):
             return sum(torch.nn.functional.rms_norm(one, (width,)) for one in WAYS[way](normed, w, a, b))
 
+    torch.compiler.reset()  # too many ways of one function are not compiled
     called = torch.compile(run, dynamic=False) if on_gpu else run
 
     def step() -> torch.Tensor:

@@ -40,7 +40,10 @@ def check_forks() -> None:
     """After the imports, which may have begun to use CUDA: each fork would fail on its own."""
     import torch
 
-    if torch.cuda.is_initialized():
+    fork = FORK.Process(target=lambda: os._exit(torch.cuda._is_in_bad_fork()))  # to count GPUs is enough for that
+    fork.start()
+    fork.join()
+    if fork.exitcode:
         sys.exit("error: some library began to use CUDA when it was imported, and no fork can use it now: remove it")
 
 

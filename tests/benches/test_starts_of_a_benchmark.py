@@ -54,6 +54,6 @@ def test_a_library_that_uses_cuda_on_import_is_left_for_the_forks(module, tmp_pa
 
 
 def test_what_uses_cuda_nevertheless_is_told(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda._is_in_bad_fork", lambda: True)
     with pytest.raises(SystemExit, match="no fork can use it"):
         check_forks()
