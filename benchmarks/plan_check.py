@@ -81,6 +81,9 @@ LONG = [
     f"{ROLLOUT}.pipeline.num_frames=81", *steps(2), f"{ROLLOUT}.algo.sde_window_size=1",
     f"{ROLLOUT}.pipeline.guidance_scale=1", f"{ROLLOUT}.vae_tiling=true",
 ]  # fmt: skip
+FP8 = [f"{ROLLOUT}.precision=fp8"]
+REFERENCE_FP8 = "actor_rollout_ref.ref.precision=fp8"
+CORRECTED = "algorithm.rollout_correction.rollout_is=step"
 CASES = [
     Case("sd35m", "LoRA, micro-batch 44, 10 steps", 176),
     Case("sd35m", "the same, 44 images", 44),
@@ -108,6 +111,12 @@ CASES = [
     Case("glm-image", "LoRA, micro-batch 4", 16),
     Case("flux2-dev", "LoRA, micro-batch 4, checkpointing", 8),
     Case("qwen-image-edit", "LoRA, micro-batch 2, checkpointing", 4),
+    # In 8 bits.
+    Case("sd35m", "88 images, rollout and reference in 8 bits", 88, [*FP8, REFERENCE_FP8]),
+    Case("z-image", "in 8 bits", 16, FP8),
+    Case("z-image", "in 8 bits, corrected", 16, [*FP8, CORRECTED]),
+    Case("flux-dev", "in 8 bits", 16, FP8),
+    Case("wan-1.3b", "in 8 bits", 16, FP8),
     # One rank of many.
     Case("qwen-image", "full, rank 0 of 8", 4, ranks=8),
     Case("qwen-image", "full, rank 0 of 8, by blocks", 8, BLOCKS, ranks=8),

@@ -35,9 +35,6 @@ from benchmarks.sweep import import_everything, square, two_steps
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 VEOMNI = [f"{ACTOR}.strategy=veomni"]
-FP8 = [f"{ROLLOUT}.precision=fp8"]
-CORRECTED = "algorithm.rollout_correction.rollout_is=step"
-REFERENCE_FP8 = "actor_rollout_ref.ref.precision=fp8"
 ON_A_CPU = [
     f"{ROLLOUT}.pipeline.num_inference_steps=4", f"{ACTOR}.engine.use_torch_compile=false",
     f"{ACTOR}.engine.compile_ahead=false", f"{ACTOR}.engine.dtype=bfloat16",
@@ -127,13 +124,13 @@ GROUPS: dict[str, list[Setting]] = {
         named("qwen-image-edit", "LoRA, micro-batch 2, checkpointing", 81),
     ],
     "fp8": [
-        step("sd35m, 88 images, rollout and reference in 8 bits", 84, "sd35m", 88, [*FP8, REFERENCE_FP8]),
-        step("z-image, fp8", 40, "z-image", 16, FP8),
-        step("z-image, fp8, corrected", 47, "z-image", 16, [*FP8, CORRECTED]),
-        step("flux-dev, fp8", 62, "flux-dev", 16, FP8),
+        named("sd35m", "88 images, rollout and reference in 8 bits", 84),
+        named("z-image", "in 8 bits", 40),
+        named("z-image", "in 8 bits, corrected", 40),
+        named("flux-dev", "in 8 bits", 62),
         named("z-image", "LoRA, micro-batch 4", 40),
         named("flux-dev", "LoRA, micro-batch 4", 62),
-        step("wan-1.3b, fp8", 61, "wan-1.3b", 16, FP8),
+        named("wan-1.3b", "in 8 bits", 61),
         named("wan-1.3b", "LoRA, micro-batch 4, 17 frames", 61),
     ],
     "ranks": [

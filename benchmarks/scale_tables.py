@@ -86,7 +86,7 @@ def table(rows: Iterable[tuple[str, str]], there: There, columns: list[Column]) 
 
 def eight_bits_table(names: list[str], there: There) -> str:
     """Beside the same in full; without anything in 8 bits there is nothing to compare."""
-    measured = any(name in there for name in names if "fp8" in name or "8 bits" in name)
+    measured = any(name in there for name in names if "8 bits" in name)
     return table(_plain(names), there, OF_STEPS) if measured else NOTHING
 
 

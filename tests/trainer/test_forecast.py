@@ -40,7 +40,7 @@ from verl_omni.trainer.forecast.tables import text
 from verl_omni.trainer.forecast.weights import weights_of
 from verl_omni.utils import json_files
 from verl_omni.workers.engine.fsdp.diffusers_impl import DiffusersFSDPEngine
-from verl_omni.workers.engine.lora import add_lora
+from verl_omni.workers.engine.lora import add_lora, lora_layers
 from verl_omni.workers.engine.module import build_module
 from verl_omni.workers.host_memory import local
 from verl_omni.workers.layout import Layout
@@ -89,6 +89,25 @@ def test_a_rank_holds_what_the_plan_says(fake_ranks, ranks, lora):
     assert said.trained_bytes(ranks) * optimizer_ratio(OptimizerConfig()) == sum(v.nbytes for v in state)
     with engine.whole():
         assert all(p.grad is None for p in engine.module.parameters())  # a rollout has their memory
+
+
+@pytest.mark.parametrize("modules", [None, ["to_q", "to_k"]])
+@pytest.mark.parametrize("lora", [0, 4])
+def test_copies_in_8_bits_are_what_the_plan_says(process_group, lora, modules):
+    """Of layers that LoRA adapts only those without a copy in 8 bits are folded."""
+    config = DiffusionModelConfig(path=str(tiny_checkpoint("QwenImagePipeline")), lora_rank=lora)
+    common = EngineConfig(fp8_modules=modules, fold_lora=True if lora else None, dtype="bfloat16")
+    engine = DiffusersFSDPEngine(config, FSDPConfig(), OptimizerConfig(), CheckpointConfig(), common=common)
+    engine.initialize()
+    adapted = [layer.get_base_layer() for layer in lora_layers(engine.parts.values())]
+    frozen = [layer.weight.data_ptr() for layer in adapted]
+    with engine.whole("fp8"):
+        copies = sum(layer.fp8_weight.nbytes + layer.fp8_scale.nbytes for layer in engine.fp8.linears)
+        changed = [layer for layer, before in zip(adapted, frozen, strict=True) if layer.weight.data_ptr() != before]
+    model = EmptyModel(config, engine.adapter, 0, (engine.dtype, engine.model_dtype), (80, 80))
+    said = model.eight_bits(modules or engine.adapter.fp8_modules)
+    assert said == (copies, sum(layer.weight.nbytes for layer in changed)) and copies > 0
+    assert bool(changed) == bool(lora and modules)
 
 
 def test_the_optimizer_is_asked_for_its_state():
@@ -357,8 +376,6 @@ def test_what_the_plan_does_not_know_it_says(tmp_path):
     assert asked() == []
     assert asked("actor_rollout_ref.rewriter.path=x") == ["the rewriter"]
     assert asked(f"{ACTOR}.teacher.path=x") == ["the forwards of a teacher"]
-    (line,) = asked("actor_rollout_ref.rollout.precision=fp8")
-    assert line.startswith("8-bit copies")
     assert asked(f"{ACTOR}.strategy=veomni")[0].startswith("VeOmni's own kernels")
     draft = asked("actor_rollout_ref.model.algorithm=draft", f"{ACTOR}.diffusion_loss.loss_mode=draft")
     assert ["the decoder's activations and a reward's model" in line for line in draft] == [True]

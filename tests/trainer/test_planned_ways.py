@@ -203,12 +203,32 @@ EXACT = (f"{ENGINE}.dtype=float32", f"{ENGINE}.use_torch_compile=false")
         ((f"{ACTOR}.old_log_probs=recompute",), "colocated", 2 + 4 + 1),  # both halves before, one in the update
         (AHEAD, "one_step_off", 2 + 4 + 1),
         ((*AHEAD, "trainer.max_staleness=0"), "one_step_off", 4),
+        ((f"{ROLLOUT}.precision=fp8",), "colocated", 4),
+        ((f"{ROLLOUT}.precision=fp8", f"{ACTOR}.use_kl_loss=true"), "colocated", 4 + 1),  # its means are in full
         ((*AHEAD, *EXACT), "one_step_off", 4 / EAGER_UPDATE + 1 / EAGER_FORWARD),  # ratios to the policy that drew
     ],
 )
 def test_what_learns_from_earlier_weights_computes_more(given, mode, expected, exact_products):
     """On a GPU log-probabilities are computed again, and the rollout's unconditional half is not used."""
     assert learned(*BATCH, *given, mode=mode) == pytest.approx(expected)
+
+
+def test_8_bits_draw_as_fast_as_was_measured():
+    fp8, pool = f"{ROLLOUT}.precision=fp8", (f"{ROLLOUT}.pool.size=8", f"{ROLLOUT}.pool.precision=fp8")
+    costs = SimpleNamespace(
+        passes=SimpleNamespace(forward=lambda rows: Pass(forward=1e15 * rows)), decode=lambda *given: Pass(),
+        weights=SimpleNamespace(blocks=0), own_part=lambda n: 1.0,
+    )  # fmt: skip
+    quick = rates("h200", None)
+
+    def seconds(*given: str) -> float:
+        settings = settings_of(*BATCH, *given)
+        return StepTime(costs, settings, amounts(settings), quick).drawing(1).denoise
+
+    assert quick.eight_bits > 1
+    assert seconds(fp8) == pytest.approx(seconds() / quick.eight_bits)
+    assert seconds(fp8, f"{ENGINE}.use_torch_compile=false") == seconds(f"{ENGINE}.use_torch_compile=false")
+    assert seconds(*pool) == pytest.approx(seconds() * (1 + 8 / 4 / quick.eight_bits))  # 4 are drawn again
 
 
 def test_later_optimizer_steps_compare_with_what_was_before_them():

@@ -28,6 +28,10 @@ class LossFunction:
     def needs_teacher(self) -> bool:
         return self.config.teacher.path is not None
 
+    def compares_in_full(self, ref_precision: str | None) -> bool:
+        """Whether means are compared with others that nobody computes in 8 bits."""
+        return self.needs_teacher or (self.needs_reference and ref_precision is None)
+
     @property
     def by_group(self) -> bool:
         return self.loss_fn.by_group

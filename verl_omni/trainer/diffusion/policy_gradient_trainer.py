@@ -107,9 +107,8 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
     def _compares_in_full(self) -> bool:
         """Whether means of the update are compared with others of full precision, where the rollout has 8 bits: then
         no half of them is the rollout's."""
-        rollout, ref = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.ref
-        reference = self.loss_function.needs_reference and ref.precision is None
-        return rollout.precision is not None and (reference or self.loss_function.needs_teacher)
+        arr = self.config.actor_rollout_ref
+        return arr.rollout.precision is not None and self.loss_function.compares_in_full(arr.ref.precision)
 
     def requests(self, prompts: DataProto, step: int, groups: Sequence[int], learns: bool) -> DataProto:
         """With a window of stochastic steps for each."""

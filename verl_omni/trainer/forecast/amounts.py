@@ -21,6 +21,7 @@ class Amounts:
     trained: int  # steps (or noise levels) of a sample
     stored: int  # steps of a sample that are kept
     guided: bool  # two halves of CFG
+    reuses: bool  # the rollout's unconditional half, where there is one
     updates: int  # optimizer steps, of all epochs
     mini_images: int  # of one optimizer step
     draws: bool
@@ -28,6 +29,11 @@ class Amounts:
     copies: int  # of the trained weights: old policy, moving average, frozen policies that are swapped in
     chained: int = 1  # forwards that one pair's gradient goes through
     models: int = 0  # beside the trained one: frozen policies that are modules of their own
+
+    @property
+    def keeps_uncond(self) -> bool:
+        """Of the rollout, for the first optimizer step."""
+        return self.guided and self.stored > 0 and self.reuses
 
     def pairs(self, layout: Layout) -> int:
         """That a rank trains on in one optimizer step."""
@@ -48,12 +54,14 @@ def amounts(settings: DiffusionTrainerConfig) -> Amounts:
         trained = algorithm.timesteps_per_sample or max(1, math.ceil(levels * algorithm.timestep_fraction - 1e-9))
     group = arr.rollout.n if draws else 2
     models, swapped_in = _frozen(settings)
+    in_full = arr.rollout.precision is not None and loss.compares_in_full(arr.ref.precision)
     return Amounts(
         images=settings.data.train_batch_size * group,
         steps=steps,
         trained=trained,
         stored=stored,
         guided=adapter.cfg_scale(arr.model) > 1,
+        reuses=arr.actor.reuse_uncond and not in_full,
         updates=settings.data.train_batch_size // arr.actor.ppo_mini_batch_size * arr.actor.ppo_epochs,
         mini_images=arr.actor.ppo_mini_batch_size * group,
         draws=draws,

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,14 @@ from verl_omni.trainer.forecast.remembered import Remembered, key_of
 from verl_omni.trainer.forecast.weights import Weights, weights_of
 from verl_omni.utils.model_code import refuse_code
 from verl_omni.utils.model_index import index_of
+from verl_omni.workers.engine.compile.blocks import repeated_blocks
+from verl_omni.workers.engine.fp8 import chosen_layers
+from verl_omni.workers.engine.lora import lora_layers
 from verl_omni.workers.engine.module import build_module, on_gpu, resolve_dtypes
 
 GPU = torch.device("cuda")
 DECODERS = {"vae", "audio_vae", "vocoder"}
+SCALE_BYTES = 4  # of each row of a weight in 8 bits
 
 
 class ModelCosts:
@@ -84,6 +89,12 @@ class ModelCosts:
             return 1.0
         shared = self.adapter.shared_tokens(self.config) / self.adapter.tokens(self.config)
         return shared / sequence + (1 - shared)
+
+    def eight_bits(self, modules: list[str] | None) -> tuple[int, int]:
+        """Bytes of the copies in 8 bits of such layers, and of the weights with LoRA that have none."""
+        names = modules or self.adapter.fp8_modules
+        copies, others = self.known.get(f"8 bits of {' '.join(names)}", lambda: self.model.eight_bits(names))
+        return copies, others
 
     # ---- what a sample is ----------------------------------------------------------------------------
 
@@ -145,6 +156,13 @@ class EmptyModel:
     @property
     def guided(self) -> bool:
         return self.adapter.cfg_scale(self.config) > 1
+
+    def eight_bits(self, modules: Sequence[str]) -> tuple[int, int]:
+        blocks = [block for part in self.parts.values() for block in repeated_blocks(part)]
+        layers = {linear for block in blocks for linear, _ in chosen_layers(block, modules)}
+        copies = sum((layer.in_features + SCALE_BYTES) * layer.out_features for layer in layers)
+        adapted = [layer.get_base_layer() for layer in lora_layers(self.parts.values())]
+        return copies, sum(layer.weight.nbytes for layer in adapted if layer not in layers)
 
     # ---- what is around it ---------------------------------------------------------------------------
 

@@ -68,15 +68,18 @@ class StepTime:
         rows, halves = (2 * requests, 1) if joined else (requests, 1 + self.amounts.guided)
         forwards = math.ceil(images / requests) * self.amounts.steps * halves
         pool = rollout.pool.size or 0
-        more = 1 + pool * (rollout.pool.num_inference_steps or 0) / (rollout.n * self.amounts.steps) if pool else 1
         decode = 0.0
         if self.settings.reward.input == "decoded":
             one = self.costs.decode(1, rollout.vae_tiling).forward
             decode = images * (1 + pool / rollout.n) * one / self.rates.decode
         # A rank that shares samples in training has no compiled blocks, whoever draws.
         compiled = compiles(self.settings, shared.sequence if shared else 1)
-        eager = 1 if compiled else measured.EAGER_FORWARD
-        one = self._forward(rows, self.rates.denoise * eager, together)
+        more = 1.0
+        if pool:
+            of_pool = pool * (rollout.pool.num_inference_steps or self.amounts.steps)
+            pace = self._pace(rollout.pool.precision, compiled) / self._pace(rollout.precision, compiled)
+            more += of_pool / (rollout.n * self.amounts.steps) / pace
+        one = self._forward(rows, self.rates.denoise * self._pace(rollout.precision, compiled), together)
         if shared is not None and rollout.gather == "blocks":
             one = self._spread(one, shared, passes=1)
         return Seconds(
@@ -87,7 +90,7 @@ class StepTime:
 
     def learning(self, layout: Layout, mode: str = "colocated") -> Seconds:
         compiled, model = compiles(self.settings, layout.sequence), self.arr.model
-        forward_rate = self.rates.reference * (1 if compiled else measured.EAGER_FORWARD)
+        forward_rate = self.rates.reference * self._pace(None, compiled)
         update_rate = self.rates.update * (1 if compiled else measured.EAGER_UPDATE)
         halves, reference = 1 + self.amounts.guided, 0.0
         if self.amounts.reference:
@@ -95,7 +98,8 @@ class StepTime:
             pairs = math.ceil(self.amounts.images * stored / layout.data)
             rows = min(self.arr.ref.log_prob_micro_batch_size_per_gpu or self.micro, pairs)
             count = math.ceil(pairs / rows)
-            reference = halves * count * self._spread(self._forward(rows, forward_rate, layout), layout, passes=1)
+            rate = self.rates.reference * self._pace(self.arr.ref.precision, compiled)
+            reference = halves * count * self._spread(self._forward(rows, rate, layout), layout, passes=1)
         pairs = self.amounts.pairs(layout)
         rows = min(self.micro, pairs)
         checkpointing = model.enable_gradient_checkpointing
@@ -110,7 +114,7 @@ class StepTime:
         passes, source = self._passes_before(mode)
         every = math.ceil(pairs * self.amounts.stored / self.amounts.trained / rows)  # not the trained steps alone
         before = every * (1 + self.amounts.guided) * self._spread(self._forward(rows, forward_rate, layout), layout, 1)
-        drawn = self.arr.actor.reuse_uncond and self.amounts.stored and source != "recompute" and not self._stale(mode)
+        drawn = self.amounts.keeps_uncond and source != "recompute" and not self._stale(mode)
         halves = self.amounts.updates - bool(drawn)  # the first finds the rollout's own, of weights that have not moved
         update = self.amounts.updates * first + passes * before + halves * unguided
         return Seconds(reference=reference, update=update)
@@ -137,6 +141,12 @@ class StepTime:
     @property
     def micro(self) -> int:
         return self.arr.actor.ppo_micro_batch_size_per_gpu
+
+    def _pace(self, precision: str | None, compiled: bool) -> float:
+        """Of a forward, to one in full of compiled blocks. Eager blocks gain nothing from 8 bits."""
+        if not compiled:
+            return measured.EAGER_FORWARD
+        return self.rates.eight_bits if precision else 1.0
 
     def _forward(self, rows: int, rate: float, layout: Layout | None = None) -> float:
         """One, without a gradient. The host may be slower than the device."""

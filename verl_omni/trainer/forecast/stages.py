@@ -95,7 +95,7 @@ class RankMemory:
         stored = self.amounts.stored
         if not stored:
             return 1
-        uncond = stored if self.amounts.guided and self.actor.reuse_uncond else 0
+        uncond = stored if self.amounts.keeps_uncond else 0
         means = stored if self.amounts.reference else 0
         return stored + 1 + uncond + means
 
@@ -135,7 +135,9 @@ class RankMemory:
         if self.amounts.reference:
             rows = min(self.ref.log_prob_micro_batch_size_per_gpu or self.micro, self.amounts.pairs(self.layout))
             forward = {"forward": self.costs.passes.forward(rows).extra * self.costs.own_part(self.layout.sequence)}
-            yield Stage("reference", self.share | self.held | self.spread | forward)
+            gathered = {"whole model, gathered": self.weights.gathered(self.itemsize)}  # to be quantised
+            there = gathered if self.ref.precision and self.layout.is_spread else self.spread
+            yield Stage("reference", self.share | self.held | there | self._copies(self.ref.precision) | forward)
         yield self.update()
         if self.servers:
             bucket = {"one tensor, whole": self.weights.largest}
@@ -163,10 +165,20 @@ class RankMemory:
             return {"whole model, gathered": self.weights.gathered(self.itemsize)}
         if rollout_engine(self.rollout.name).has_a_copy:
             return {f"{self.rollout.name}'s copy of the model": self.weights.numel * self.itemsize}
-        return {"LoRA folded into a copy": self.weights.adapted} if self.folds else {}
+        if not self.folds:
+            return {}
+        return {"LoRA folded into a copy": self._eight_bits[1] if self.rollout.precision else self.weights.adapted}
+
+    @property
+    def _eight_bits(self) -> tuple[int, int]:
+        return self.costs.eight_bits(self.actor.engine.fp8_modules)
+
+    def _copies(self, precision: str | None) -> dict[str, float]:
+        return {"8-bit copies": self._eight_bits[0]} if precision else {}
 
     def drawing(self) -> Iterator[Stage]:
-        there = self.share | self.held | self.for_rollout
+        copies = self._copies(self.rollout.precision or self.rollout.pool.precision)
+        there = self.share | self.held | self.for_rollout | copies
         forward = self.costs.passes.forward(self.rows_drawn).extra
         sequence = self.layout.sequence if self.rollout.share_samples else 1
         yield Stage("rollout", there | {"forward": forward * self.costs.own_part(sequence)})
@@ -240,7 +252,6 @@ def not_counted(settings: DiffusionTrainerConfig) -> list[str]:
     found = {
         "the rewriter": arr.rewriter.path is not None,
         "the tokens that the model writes before it draws": writes_tokens and arr.rewriter.path is None,
-        "8-bit copies of weights, and what 8 bits save": {arr.rollout.precision, arr.rollout.pool.precision} != {None},
         "the seconds in which weights are made of those in 8 bits": arr.model.base_precision is not None,
         "the forwards of a teacher": arr.actor.teacher.path is not None,
         "the pool that images are chosen from": arr.rollout.pool.size is not None,
