@@ -1,6 +1,7 @@
 """Reference, moving average, learning rate, clipping, and weights that other tools load."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -114,6 +115,20 @@ def test_the_learning_rate_of_each_step_is_reported_and_used():
     assert rates == pytest.approx([0.25, 0.5, 0.5])
     # SGD moves by rate * gradient, and the gradient's norm is the clip.
     assert sizes == pytest.approx([rate * 1e-3 for rate in rates], rel=1e-2)
+
+
+def test_a_gradient_that_is_no_number_is_named_and_not_taken():
+    engine = make_engine(model_config(tiny_checkpoint()))
+    name, parameter = list(engine.parameters.items())[3]
+    parameter.grad, before = torch.full_like(parameter, torch.nan), weights(engine)
+    told = rf"is nan, in 1 of \d+ parameters, such as {re.escape(name)}: .*kernel"
+    with pytest.raises(FloatingPointError, match=told):
+        engine.optimizer_step()
+    assert_same(before, weights(engine))
+    parameter.grad = torch.full_like(parameter, 1e38)  # each is one, their sum of squares is not
+    with pytest.raises(FloatingPointError, match="is inf: the update") as raised:
+        engine.optimizer_step()
+    assert "kernel" not in str(raised.value)
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])

@@ -137,9 +137,12 @@ class Passes(TrainingEngine):
         squares = torch.stack([local(g).float().square().sum() for g in grads]).sum()
         norm = math.sqrt(self.sum_of_shards(squares).item())
         if not math.isfinite(norm):
+            bad = [n for n, p in self.parameters.items() if p.grad is not None and not local(p.grad).isfinite().all()]
+            where = f", in {len(bad)} of {len(self.parameters)} parameters, such as {bad[0]}" if bad else ""
+            kernel = "; on a GPU so may another attention kernel (actor_rollout_ref.actor.engine.attention_backend)"
             raise FloatingPointError(
-                f"the gradient's norm is {norm}: the update would destroy the weights. A lower learning rate "
-                "(actor_rollout_ref.actor.optim.lr) or noise_level usually helps"
+                f"the gradient's norm is {norm}{where}: the update would destroy the weights. A lower learning rate "
+                f"(actor_rollout_ref.actor.optim.lr) or noise_level usually helps{kernel if bad else ''}"
             )
         limit = self.optimizer_config.clip_grad
         if limit and norm > limit:
