@@ -22,9 +22,9 @@ With drawing in 8 bits, beside `flow_grpo`, into a table of its own (<!-- LEARNI
         --seeds 0 1 --seconds 25 --lr 2e-5 --algorithms flow_grpo 'flow_grpo in 8 bits' \\
         'flow_grpo in 8 bits corrected' 'flow_grpo pool in 8 bits'
 
-On an H200 a generator of words took 5 minutes beside three other programs, and 31 runs of 9 seconds 6 minutes. The
-minutes of signs have not been measured. Each run reads its images on a core of its own: --parallel is at most the
-number of cores. A call that was cut off is typed again, and goes on with the runs that are missing.
+On an H200 a generator of words took 5 minutes beside three other programs. The minutes of its curves, and those of
+signs, have not been measured. Each run reads its images on a core of its own: --parallel is at most the number of
+cores. A call that was cut off is typed again, and goes on with the runs that are missing.
 
 Every run is the real trainer's step with the task's recipe and the settings of RUNS, so many runs at once on one card.
 Its early steps are timed while the others wait: seconds are those of a run that has the card to itself, so many as its

@@ -44,6 +44,7 @@ from benchmarks.sweep import (
 )
 
 ALLOWED = 0.10  # of what was measured
+STAGES = ("gen", "ref", "reward", "old_log_prob", "update_actor")  # of a step, one after the other
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ def measure_here(cases: list[Case], to: Path | None) -> None:
             except OutOfMemoryError as error:
                 print(f"{case.title}: {error}", flush=True)
                 continue
-            step = sum(timed.get(stage, 0.0) for stage in ("gen", "ref", "reward", "update_actor"))
+            step = sum(timed.get(stage, 0.0) for stage in STAGES)
             found[case.title] = {"peak GiB": timed["allocated"], "stages s": step}
             print(f"{case.title}: {timed['allocated']:.1f} GiB, {step:.2f} s", flush=True)
             if to:

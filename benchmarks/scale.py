@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import fake_ranks, measured, models, scale_tables
-from benchmarks.plan_check import CASES, LARGEST, Case
+from benchmarks.plan_check import CASES, LARGEST, STAGES, Case
 from benchmarks.side_by_side import Setting, Turns, run_all
 from benchmarks.sweep import import_everything, square, two_steps
 
@@ -59,7 +59,7 @@ def metrics(work: str, images: int, overrides: list[str], turns: Turns) -> dict[
     trainer, found = two_steps(work, images, overrides, turns)
     shown = ("timing_s/", "perf/", "first step", "build", "actor/first_ratio_max_dev", "actor/rollout_ratio")
     kept = {name: value for name, value in found.items() if name.startswith((*shown, "rollout_corr/"))}
-    stages = sum(found.get(f"timing_s/{stage}", 0.0) for stage in ("gen", "ref", "reward", "update_actor"))
+    stages = sum(found.get(f"timing_s/{stage}", 0.0) for stage in STAGES)
     return kept | {"images/s": images / found["timing_s/step"], "peak GiB": found.get("perf/max_memory_allocated_gb"),
                    "step s": found["timing_s/step"], "stages s": stages, "images": images,
                    "attention": trainer.actor_wg.engine.attention}  # fmt: skip

@@ -35,7 +35,7 @@ from verl_omni.trainer.forecast.knobs import changes
 from verl_omni.trainer.forecast.model import EmptyModel, ModelCosts
 from verl_omni.trainer.forecast.passes import Pass, Passes
 from verl_omni.trainer.forecast.remembered import KEPT, Remembered, key_of, own_code
-from verl_omni.trainer.forecast.stages import RankMemory, not_counted, optimizer_ratio
+from verl_omni.trainer.forecast.stages import RankMemory, ServerMemory, not_counted, optimizer_ratio
 from verl_omni.trainer.forecast.tables import text
 from verl_omni.trainer.forecast.weights import weights_of
 from verl_omni.utils import json_files
@@ -131,6 +131,51 @@ def costs_of(folder, architecture: str, *more: str) -> ModelCosts:
     tokens = 400 if architecture == "HunyuanVideo15Pipeline" else 200  # of its own 364 are not the prompt's
     config = composed(*overrides_of(folder, tiny_checkpoint(architecture), *frames, *more))
     return ModelCosts(OmegaConf.to_object(prepare_config(config)), (tokens, tokens))
+
+
+FP8, FP8_REFERENCE = "actor_rollout_ref.rollout.precision=fp8", "actor_rollout_ref.ref.precision=fp8"
+FP8_POOL = ("actor_rollout_ref.rollout.pool.size=8", "actor_rollout_ref.rollout.pool.precision=fp8")
+FOLDED, SOME = (f"{MODEL}.lora_rank=4", f"{ACTOR}.engine.fold_lora=true"), f"{ACTOR}.engine.fp8_modules=[to_q,to_k]"
+
+
+def test_copies_in_8_bits_are_counted_while_they_are_held(tmp_path):
+    costs = costs_of(tmp_path, "QwenImagePipeline", *FOLDED, FP8)
+    copies, others = costs.eight_bits(["to_q", "to_k"])
+    adapted = costs.weights.adapted
+    assert 0 < others < adapted and copies > 0
+    costs.passes.forward(2)  # takes most blocks out of the module
+    assert costs.model.eight_bits(["to_q", "to_k"]) == (copies, others)
+
+    def held(*more: str, layout: Layout = Layout(), servers: int = 0) -> dict[str, tuple[float, ...]]:  # noqa: B008
+        given = overrides_of(tmp_path, tiny_checkpoint("QwenImagePipeline"), *FOLDED, *more)
+        given += [SOME] if any("fp8" in one for one in more) else []
+        settings = OmegaConf.to_object(prepare_config(composed(*given)))
+        if servers:
+            rank = ServerMemory(costs, settings, amounts(settings), servers)
+        else:
+            rank = RankMemory(costs, settings, amounts(settings), layout, 80e9)
+        names = ("8-bit copies", "LoRA folded into a copy", "whole model, gathered")
+        return {stage.name: tuple(stage.device.get(name, 0) for name in names) for stage in rank.stages()}
+
+    drawn = held(FP8)
+    assert drawn["rollout"] == drawn["decode"] == (copies, others, 0) and drawn["update"] == (0, 0, 0)
+    full, pool = held(FP8_POOL[0], f"{FP8_POOL[0].replace('size=8', 'num_inference_steps=2')}"), held(*FP8_POOL)
+    assert full["rollout"] == (0, adapted, 0)
+    larger = (copies, others, 0) if copies + others > adapted else (0, adapted, 0)
+    assert pool["rollout"] == larger  # the pool is drawn before what is chosen
+    kl = f"{ACTOR}.use_kl_loss=true"
+    assert held(kl)["reference"] == (0, 0, 0) and held(kl, FP8, FP8_REFERENCE)["reference"] == (copies, 0, 0)
+    whole = costs.weights.gathered(costs.dtype.itemsize)
+    assert held(kl, FP8, FP8_REFERENCE, layout=Layout(shard=2))["reference"] == (copies, 0, whole)
+    assert set(held(FP8, servers=1).values()) == {(copies, 0, 0)} and set(held(servers=1).values()) == {(0, 0, 0)}
+
+
+def test_8_bits_are_refused_as_the_engine_does(tmp_path):
+    given = overrides_of(tmp_path, tiny_checkpoint("QwenImagePipeline"), FP8)
+    with pytest.raises(ValueError, match="--gpu=a100 cannot compute in 8 bits: leave .*rollout.precision out"):
+        forecast(composed(*given), gpu="a100")
+    with pytest.raises(ValueError, match="no linear layer of the transformer's blocks is called nonesuch"):
+        forecast(composed(*given, f"{ACTOR}.engine.fp8_modules=[nonesuch]"))
 
 
 AROUND = {

@@ -229,6 +229,8 @@ def test_8_bits_draw_as_fast_as_was_measured():
     assert seconds(fp8) == pytest.approx(seconds() / quick.eight_bits)
     assert seconds(fp8, f"{ENGINE}.use_torch_compile=false") == seconds(f"{ENGINE}.use_torch_compile=false")
     assert seconds(*pool) == pytest.approx(seconds() * (1 + 8 / 4 / quick.eight_bits))  # 4 are drawn again
+    fewer = (pool[0], f"{ROLLOUT}.pool.num_inference_steps=2")
+    assert seconds(fp8, *fewer) == pytest.approx(seconds(*fewer) / quick.eight_bits)  # as what is chosen
 
 
 def test_later_optimizer_steps_compare_with_what_was_before_them():

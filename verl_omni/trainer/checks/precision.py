@@ -12,14 +12,15 @@ from verl_omni.workers.rollout import engine_class
 ARR = "actor_rollout_ref"
 
 
-def check_precision(settings: DiffusionTrainerConfig) -> None:
+def in_8_bits(settings: DiffusionTrainerConfig) -> dict[str, str]:
+    """What a run asks for, by the names of its settings."""
     arr = settings.actor_rollout_ref
-    asked = {
-        f"{ARR}.rollout.precision": arr.rollout.precision,
-        f"{ARR}.rollout.pool.precision": arr.rollout.pool.precision,
-        f"{ARR}.ref.precision": arr.ref.precision,
-    }
-    asked = {name: precision for name, precision in asked.items() if precision is not None}
+    places = {"rollout": arr.rollout, "rollout.pool": arr.rollout.pool, "ref": arr.ref}
+    return {f"{ARR}.{name}.precision": place.precision for name, place in places.items() if place.precision}
+
+
+def check_precision(settings: DiffusionTrainerConfig) -> None:
+    arr, asked = settings.actor_rollout_ref, in_8_bits(settings)
     if not asked and arr.actor.engine.fp8_modules is not None:
         raise ValueError(
             f"{ARR}.actor.engine.fp8_modules has no effect where nothing is computed in 8 bits: set "

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_omni.perf.rates import MEMORY, rates
+from verl_omni.perf.rates import MEMORY, NO_8_BITS, rates
 from verl_omni.pipelines.causal_lm import CAUSAL_LM
+from verl_omni.trainer.checks.precision import in_8_bits
 from verl_omni.trainer.checks.preparation import prepare_config
 from verl_omni.trainer.forecast.knobs import Help, helps
 from verl_omni.trainer.forecast.model import ModelCosts
@@ -58,6 +59,8 @@ def forecast(
     settings = OmegaConf.to_object(config)
     if settings.actor_rollout_ref.model.architecture == CAUSAL_LM:
         raise ValueError("`plan` reckons with a generator, and actor_rollout_ref.model.path names none")
+    if gpu.lower() in NO_8_BITS and (asked := in_8_bits(settings)):
+        raise ValueError(f"--gpu={gpu} cannot compute in 8 bits: leave {' and '.join(asked)} out")
     layout = layout_of(settings)
     card = Card(card_rates, (memory or MEMORY[gpu.lower()]) * GIB)
     ways = Ways(settings, prompt_tokens(config, settings), card, known, remember)

@@ -25,7 +25,7 @@ from verl_omni.trainer.forecast.weights import Weights, weights_of
 from verl_omni.utils.model_code import refuse_code
 from verl_omni.utils.model_index import index_of
 from verl_omni.workers.engine.compile.blocks import repeated_blocks
-from verl_omni.workers.engine.fp8 import chosen_layers
+from verl_omni.workers.engine.fp8 import layers_of
 from verl_omni.workers.engine.lora import lora_layers
 from verl_omni.workers.engine.module import build_module, on_gpu, resolve_dtypes
 
@@ -122,6 +122,9 @@ class EmptyModel:
         # As the training engine does, before anything is read.
         module, self.parts = build_module(config, seed, model_dtype, None, empty=True)
         self.weights = weights_of(self.parts.values())
+        # Before a pass is measured, for which most blocks are taken out.
+        self.blocks = [block for part in self.parts.values() for block in repeated_blocks(part)]
+        self.adapted = [layer.get_base_layer() for layer in lora_layers(self.parts.values())]
         self.part = next(iter(self.parts.values()))
         self.gpu = PretendedGpu()
         self.latents = adapter.prepare_latents(self.pipe(False), module, config, [torch.Generator()])
@@ -158,11 +161,9 @@ class EmptyModel:
         return self.adapter.cfg_scale(self.config) > 1
 
     def eight_bits(self, modules: Sequence[str]) -> tuple[int, int]:
-        blocks = [block for part in self.parts.values() for block in repeated_blocks(part)]
-        layers = {linear for block in blocks for linear, _ in chosen_layers(block, modules)}
+        layers = {linear for linear, _ in layers_of(self.blocks, modules)}
         copies = sum((layer.in_features + SCALE_BYTES) * layer.out_features for layer in layers)
-        adapted = [layer.get_base_layer() for layer in lora_layers(self.parts.values())]
-        return copies, sum(layer.weight.nbytes for layer in adapted if layer not in layers)
+        return copies, sum(layer.weight.nbytes for layer in self.adapted if layer not in layers)
 
     # ---- what is around it ---------------------------------------------------------------------------
 

@@ -77,7 +77,8 @@ class StepTime:
         more = 1.0
         if pool:
             of_pool = pool * (rollout.pool.num_inference_steps or self.amounts.steps)
-            pace = self._pace(rollout.pool.precision, compiled) / self._pace(rollout.precision, compiled)
+            pool_pace = self._pace(rollout.pool.precision or rollout.precision, compiled)
+            pace = pool_pace / self._pace(rollout.precision, compiled)
             more += of_pool / (rollout.n * self.amounts.steps) / pace
         one = self._forward(rows, self.rates.denoise * self._pace(rollout.precision, compiled), together)
         if shared is not None and rollout.gather == "blocks":

@@ -96,7 +96,7 @@ class RankMemory:
         if not stored:
             return 1
         uncond = stored if self.amounts.keeps_uncond else 0
-        means = stored if self.amounts.reference else 0
+        means = stored * (2 if self.ref.precision else 1) if self.amounts.reference else 0  # and those that drew
         return stored + 1 + uncond + means
 
     @property
@@ -137,7 +137,7 @@ class RankMemory:
             forward = {"forward": self.costs.passes.forward(rows).extra * self.costs.own_part(self.layout.sequence)}
             gathered = {"whole model, gathered": self.weights.gathered(self.itemsize)}  # to be quantised
             there = gathered if self.ref.precision and self.layout.is_spread else self.spread
-            yield Stage("reference", self.share | self.held | there | self._copies(self.ref.precision) | forward)
+            yield Stage("reference", self.share | self.held | there | self.copies(self.ref.precision, False) | forward)
         yield self.update()
         if self.servers:
             bucket = {"one tensor, whole": self.weights.largest}
@@ -165,19 +165,18 @@ class RankMemory:
             return {"whole model, gathered": self.weights.gathered(self.itemsize)}
         if rollout_engine(self.rollout.name).has_a_copy:
             return {f"{self.rollout.name}'s copy of the model": self.weights.numel * self.itemsize}
-        if not self.folds:
-            return {}
-        return {"LoRA folded into a copy": self._eight_bits[1] if self.rollout.precision else self.weights.adapted}
+        return {}
 
-    @property
-    def _eight_bits(self) -> tuple[int, int]:
-        return self.costs.eight_bits(self.actor.engine.fp8_modules)
-
-    def _copies(self, precision: str | None) -> dict[str, float]:
-        return {"8-bit copies": self._eight_bits[0]} if precision else {}
+    def copies(self, precision: str | None, drawing: bool = True) -> dict[str, float]:
+        """Of weights, for passes in full or in 8 bits."""
+        if precision is None:
+            return {"LoRA folded into a copy": self.weights.adapted} if drawing and self.folds else {}
+        in_8_bits, others = self.costs.eight_bits(self.actor.engine.fp8_modules)
+        return {"8-bit copies": in_8_bits} | ({"LoRA folded into a copy": others} if drawing and self.folds else {})
 
     def drawing(self) -> Iterator[Stage]:
-        copies = self._copies(self.rollout.precision or self.rollout.pool.precision)
+        times = {self.rollout.precision, self.rollout.pool.precision or self.rollout.precision}  # one after the other
+        copies = max(map(self.copies, times), key=lambda found: sum(found.values()))
         there = self.share | self.held | self.for_rollout | copies
         forward = self.costs.passes.forward(self.rows_drawn).extra
         sequence = self.layout.sequence if self.rollout.share_samples else 1
@@ -254,7 +253,6 @@ def not_counted(settings: DiffusionTrainerConfig) -> list[str]:
         "the tokens that the model writes before it draws": writes_tokens and arr.rewriter.path is None,
         "the seconds in which weights are made of those in 8 bits": arr.model.base_precision is not None,
         "the forwards of a teacher": arr.actor.teacher.path is not None,
-        "the pool that images are chosen from": arr.rollout.pool.size is not None,
         "the gradient of the reward in an update: the decoder's activations and a reward's model": (
             "predicted_reward" in get_diffusion_loss_fn(arr.actor.diffusion_loss.loss_mode).required_model_output_keys
         ),
@@ -278,6 +276,7 @@ class ServerMemory:
 
     def __init__(self, costs: ModelCosts, settings: DiffusionTrainerConfig, amounts: Amounts, servers: int):
         self.costs, self.rollout = costs, settings.actor_rollout_ref.rollout
+        self.modules = settings.actor_rollout_ref.actor.engine.fp8_modules
         self.amounts, self.servers = amounts, servers
 
     def stages(self) -> Iterator[Stage]:
@@ -287,6 +286,8 @@ class ServerMemory:
             "text encoders": 0 if self.rollout.encoder_offload else self.costs.encoder_bytes,
             "libraries": LIBRARIES,
         }
+        if self.rollout.precision or self.rollout.pool.precision:
+            held["8-bit copies"] = self.costs.eight_bits(self.modules)[0]
         requests = min(self.rollout.max_num_seqs, math.ceil(self.amounts.images / self.servers))
         rows = requests * (2 if self.amounts.guided and self.rollout.cfg_in_one_forward else 1)
         yield Stage("server: rollout", held | {"forward": self.costs.passes.forward(rows).extra})

@@ -12,6 +12,7 @@ from verl_omni.config.actor import AUTO
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.perf.plan import UNDER_WAY
 from verl_omni.perf.rates import GPUS_A_MACHINE, USABLE, Rates
+from verl_omni.trainer.checks.precision import check_precision
 from verl_omni.trainer.checks.workers import check_training_engine
 from verl_omni.trainer.forecast.amounts import Amounts, amounts
 from verl_omni.trainer.forecast.machines import divisors, on_machines
@@ -158,8 +159,10 @@ class Ways:
     def _try_to_share(self, sequence: int) -> bool:
         arr = self.settings.actor_rollout_ref
         own = dataclasses.replace(arr.actor.fsdp_config, ulysses_sequence_parallel_size=sequence)
+        actor = dataclasses.replace(arr.actor, fsdp_config=own)
         try:
-            check_training_engine(arr.model, dataclasses.replace(arr.actor, fsdp_config=own))
+            check_training_engine(arr.model, actor)
+            check_precision(varied(self.settings, {"actor_rollout_ref.actor": actor}))
         except ValueError:
             return False
         return True

@@ -73,19 +73,7 @@ class Fp8Layers:
         refuse_old_gpu(device)
         self.dtype = dtype
         self.blocks = [block for part in parts for block in repeated_blocks(part)]
-        self.layers = [layer for block in self.blocks for layer in chosen_layers(block, modules)]
-        names = {name for block in self.blocks for name, _ in linears(block)}
-        for module in modules:
-            if not any(is_called(name, module) for name in names):
-                raise ValueError(
-                    f"no linear layer of the transformer's blocks is called {module}: name those that are to be "
-                    f"computed in 8 bits in actor_rollout_ref.actor.engine.fp8_modules, such as {min(names)}"
-                )
-        if not self.layers:
-            raise ValueError(
-                f"precision=fp8 is for layers whose sides are multiples of {MULTIPLE}, and none of this model's are: "
-                "leave it out"
-            )
+        self.layers = layers_of(self.blocks, modules)
         self._adapted = [(linear, wrapped) for linear, wrapped in self.layers if wrapped is not None]
         self._folded = False
 
@@ -139,6 +127,26 @@ class Fp8Layers:
                 yield
         finally:
             self.drop()
+
+
+def layers_of(
+    blocks: Sequence[torch.nn.Module], modules: Sequence[str]
+) -> list[tuple[torch.nn.Linear, torch.nn.Module | None]]:
+    """The chosen layers of all blocks; an error where a name is that of none, or nothing can be done in 8 bits."""
+    names = {name for block in blocks for name, _ in linears(block)}
+    for module in modules:
+        if not any(is_called(name, module) for name in names):
+            raise ValueError(
+                f"no linear layer of the transformer's blocks is called {module}: name those that are to be "
+                f"computed in 8 bits in actor_rollout_ref.actor.engine.fp8_modules, such as {min(names)}"
+            )
+    layers = [layer for block in blocks for layer in chosen_layers(block, modules)]
+    if not layers:
+        raise ValueError(
+            f"precision=fp8 is for layers whose sides are multiples of {MULTIPLE}, and none of this model's are: "
+            "leave it out"
+        )
+    return layers
 
 
 def chosen_layers(

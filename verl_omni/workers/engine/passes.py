@@ -131,18 +131,27 @@ class Passes(TrainingEngine):
     def optimizer_zero_grad(self) -> None:
         self.optimizer.zero_grad()
 
+    def _not_finite(self) -> list[str]:
+        """Parameters with NaN or infinity in their gradients, on any rank. A backward hands both on to all before."""
+        grads = [parameter.grad for parameter in self.parameters.values()]
+        bad = torch.tensor([int(g is not None and not local(g).isfinite().all()) for g in grads], device=self.device)
+        if self.layout.is_spread:
+            dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+        return [name for name, found in zip(self.parameters, bad.tolist(), strict=True) if found]
+
     def optimizer_step(self) -> float:
         """Clip, step, move the average; the gradient's norm before clipping."""
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
         squares = torch.stack([local(g).float().square().sum() for g in grads]).sum()
         norm = math.sqrt(self.sum_of_shards(squares).item())
         if not math.isfinite(norm):
-            bad = [n for n, p in self.parameters.items() if p.grad is not None and not local(p.grad).isfinite().all()]
-            where = f", in {len(bad)} of {len(self.parameters)} parameters, such as {bad[0]}" if bad else ""
-            kernel = "; on a GPU so may another attention kernel (actor_rollout_ref.actor.engine.attention_backend)"
+            where, kernel = "", ""
+            if bad := self._not_finite():
+                where = f", in {len(bad)} of {len(self.parameters)} parameters, the last of them {bad[-1]}"
+                kernel = "; on a GPU so may another attention kernel (actor_rollout_ref.actor.engine.attention_backend)"
             raise FloatingPointError(
                 f"the gradient's norm is {norm}{where}: the update would destroy the weights. A lower learning rate "
-                f"(actor_rollout_ref.actor.optim.lr) or noise_level usually helps{kernel if bad else ''}"
+                f"(actor_rollout_ref.actor.optim.lr) or noise_level usually helps{kernel}"
             )
         limit = self.optimizer_config.clip_grad
         if limit and norm > limit:
