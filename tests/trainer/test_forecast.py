@@ -44,6 +44,7 @@ from verl_omni.workers.engine.lora import add_lora, lora_layers
 from verl_omni.workers.engine.module import build_module
 from verl_omni.workers.host_memory import local
 from verl_omni.workers.layout import Layout
+from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
 
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 OFTEN = [("StableDiffusion3Pipeline", 0), ("CogView4Pipeline", 4), ("Lumina2Pipeline", 0)]
@@ -138,7 +139,7 @@ FP8_POOL = ("actor_rollout_ref.rollout.pool.size=8", "actor_rollout_ref.rollout.
 FOLDED, SOME = (f"{MODEL}.lora_rank=4", f"{ACTOR}.engine.fold_lora=true"), f"{ACTOR}.engine.fp8_modules=[to_q,to_k]"
 
 
-def test_copies_in_8_bits_are_counted_while_they_are_held(tmp_path):
+def test_copies_in_8_bits_are_counted_while_they_are_held(tmp_path, monkeypatch):
     costs = costs_of(tmp_path, "QwenImagePipeline", *FOLDED, FP8)
     copies, others = costs.eight_bits(["to_q", "to_k"])
     adapted = costs.weights.adapted
@@ -161,6 +162,9 @@ def test_copies_in_8_bits_are_counted_while_they_are_held(tmp_path):
     assert drawn["rollout"] == drawn["decode"] == (copies, others, 0) and drawn["update"] == (0, 0, 0)
     full, pool = held(FP8_POOL[0], f"{FP8_POOL[0].replace('size=8', 'num_inference_steps=2')}"), held(*FP8_POOL)
     assert full["rollout"] == (0, adapted, 0)
+    monkeypatch.setattr(DiffusersRollout, "has_a_copy", True)  # as vLLM-Omni has one of its own beside training
+    assert held(f"{ACTOR}.engine.fold_lora=null")["rollout"] == (0, 0, 0)
+    monkeypatch.undo()
     larger = (copies, others, 0) if copies + others > adapted else (0, adapted, 0)
     assert pool["rollout"] == larger  # the pool is drawn before what is chosen
     kl = f"{ACTOR}.use_kl_loss=true"

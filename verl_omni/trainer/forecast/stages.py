@@ -169,10 +169,11 @@ class RankMemory:
 
     def copies(self, precision: str | None, drawing: bool = True) -> dict[str, float]:
         """Of weights, for passes in full or in 8 bits."""
+        folds = drawing and self.folds and not rollout_engine(self.rollout.name).has_a_copy
         if precision is None:
-            return {"LoRA folded into a copy": self.weights.adapted} if drawing and self.folds else {}
+            return {"LoRA folded into a copy": self.weights.adapted} if folds else {}
         in_8_bits, others = self.costs.eight_bits(self.actor.engine.fp8_modules)
-        return {"8-bit copies": in_8_bits} | ({"LoRA folded into a copy": others} if drawing and self.folds else {})
+        return {"8-bit copies": in_8_bits} | ({"LoRA folded into a copy": others} if folds else {})
 
     def drawing(self) -> Iterator[Stage]:
         times = {self.rollout.precision, self.rollout.pool.precision or self.rollout.precision}  # one after the other
