@@ -37,6 +37,7 @@ from verl_omni.trainer.forecast.passes import Pass, Passes
 from verl_omni.trainer.forecast.remembered import KEPT, Remembered, key_of, own_code
 from verl_omni.trainer.forecast.stages import RankMemory, ServerMemory, not_counted, optimizer_ratio
 from verl_omni.trainer.forecast.tables import text
+from verl_omni.trainer.forecast.ways import varied
 from verl_omni.trainer.forecast.weights import weights_of
 from verl_omni.utils import json_files
 from verl_omni.workers.engine.fsdp.diffusers_impl import DiffusersFSDPEngine
@@ -134,44 +135,44 @@ def costs_of(folder, architecture: str, *more: str) -> ModelCosts:
     return ModelCosts(OmegaConf.to_object(prepare_config(config)), (tokens, tokens))
 
 
-FP8, FP8_REFERENCE = "actor_rollout_ref.rollout.precision=fp8", "actor_rollout_ref.ref.precision=fp8"
-FP8_POOL = ("actor_rollout_ref.rollout.pool.size=8", "actor_rollout_ref.rollout.pool.precision=fp8")
-FOLDED, SOME = (f"{MODEL}.lora_rank=4", f"{ACTOR}.engine.fold_lora=true"), f"{ACTOR}.engine.fp8_modules=[to_q,to_k]"
+FP8 = "actor_rollout_ref.rollout.precision=fp8"
 
 
 def test_copies_in_8_bits_are_counted_while_they_are_held(tmp_path, monkeypatch):
-    costs = costs_of(tmp_path, "QwenImagePipeline", *FOLDED, FP8)
-    copies, others = costs.eight_bits(["to_q", "to_k"])
+    arr, some = "actor_rollout_ref", ["to_q", "to_k"]
+    drawn, fp8 = f"{arr}.rollout.precision", {f"{arr}.rollout.precision": "fp8"}
+    fp8_reference = {**fp8, f"{ACTOR}.use_kl_loss": True, f"{arr}.ref.precision": "fp8"}
+    costs = costs_of(tmp_path, "QwenImagePipeline", f"{MODEL}.lora_rank=4", FP8)
+    copies, others = costs.eight_bits(some)
     adapted = costs.weights.adapted
     assert 0 < others < adapted and copies > 0
     costs.passes.forward(2)  # takes most blocks out of the module
-    assert costs.model.eight_bits(["to_q", "to_k"]) == (copies, others)
+    assert costs.model.eight_bits(some) == (copies, others)
+    given = overrides_of(tmp_path, tiny_checkpoint("QwenImagePipeline"), f"{MODEL}.lora_rank=4", FP8)
+    settings = OmegaConf.to_object(prepare_config(composed(*given)))
+    engine = {f"{ACTOR}.engine.fp8_modules": some, f"{ACTOR}.engine.fold_lora": True}
 
-    def held(*more: str, layout: Layout = Layout(), servers: int = 0) -> dict[str, tuple[float, ...]]:  # noqa: B008
-        given = overrides_of(tmp_path, tiny_checkpoint("QwenImagePipeline"), *FOLDED, *more)
-        given += [SOME] if any("fp8" in one for one in more) else []
-        settings = OmegaConf.to_object(prepare_config(composed(*given)))
+    def held(changes: dict, layout: Layout = Layout(), servers: int = 0) -> dict[str, tuple[float, ...]]:  # noqa: B008
+        own = varied(settings, {drawn: None, **engine, **changes})
         if servers:
-            rank = ServerMemory(costs, settings, amounts(settings), servers)
+            rank = ServerMemory(costs, own, amounts(own), servers)
         else:
-            rank = RankMemory(costs, settings, amounts(settings), layout, 80e9)
+            rank = RankMemory(costs, own, amounts(own), layout, 80e9)
         names = ("8-bit copies", "LoRA folded into a copy", "whole model, gathered")
         return {stage.name: tuple(stage.device.get(name, 0) for name in names) for stage in rank.stages()}
 
-    drawn = held(FP8)
-    assert drawn["rollout"] == drawn["decode"] == (copies, others, 0) and drawn["update"] == (0, 0, 0)
-    full, pool = held(FP8_POOL[0], f"{FP8_POOL[0].replace('size=8', 'num_inference_steps=2')}"), held(*FP8_POOL)
-    assert full["rollout"] == (0, adapted, 0)
-    monkeypatch.setattr(DiffusersRollout, "has_a_copy", True)  # as vLLM-Omni has one of its own beside training
-    assert held(f"{ACTOR}.engine.fold_lora=null")["rollout"] == (0, 0, 0)
-    monkeypatch.undo()
+    found = held(fp8)
+    assert found["rollout"] == found["decode"] == (copies, others, 0) and found["update"] == (0, 0, 0)
+    assert held({})["rollout"] == (0, adapted, 0)
     larger = (copies, others, 0) if copies + others > adapted else (0, adapted, 0)
-    assert pool["rollout"] == larger  # the pool is drawn before what is chosen
-    kl = f"{ACTOR}.use_kl_loss=true"
-    assert held(kl)["reference"] == (0, 0, 0) and held(kl, FP8, FP8_REFERENCE)["reference"] == (copies, 0, 0)
+    assert held({f"{arr}.rollout.pool.precision": "fp8"})["rollout"] == larger  # the pool comes before what is chosen
+    assert held({f"{ACTOR}.use_kl_loss": True})["reference"] == (0, 0, 0)
+    assert held(fp8_reference)["reference"] == (copies, 0, 0)
     whole = costs.weights.gathered(costs.dtype.itemsize)
-    assert held(kl, FP8, FP8_REFERENCE, layout=Layout(shard=2))["reference"] == (copies, 0, whole)
-    assert set(held(FP8, servers=1).values()) == {(copies, 0, 0)} and set(held(servers=1).values()) == {(0, 0, 0)}
+    assert held(fp8_reference, Layout(shard=2))["reference"] == (copies, 0, whole)
+    assert set(held(fp8, servers=1).values()) == {(copies, 0, 0)} and set(held({}, servers=1).values()) == {(0, 0, 0)}
+    monkeypatch.setattr(DiffusersRollout, "has_a_copy", True)  # as vLLM-Omni has one of its own beside training
+    assert held({f"{ACTOR}.engine.fold_lora": None})["rollout"] == (0, 0, 0)
 
 
 def test_8_bits_are_refused_as_the_engine_does(tmp_path):
