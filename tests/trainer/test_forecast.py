@@ -28,6 +28,7 @@ from verl_omni.config import (
     OptimizerConfig,
 )
 from verl_omni.perf.rates import rates
+from verl_omni.trainer.checks.precision import check_own_gpu
 from verl_omni.trainer.checks.preparation import prepare_config
 from verl_omni.trainer.forecast.amounts import amounts
 from verl_omni.trainer.forecast.forecast import forecast
@@ -164,8 +165,12 @@ def test_copies_in_8_bits_are_counted_while_they_are_held(tmp_path, monkeypatch)
     found = held(fp8)
     assert found["rollout"] == found["decode"] == (copies, others, 0) and found["update"] == (0, 0, 0)
     assert held({})["rollout"] == (0, adapted, 0)
-    larger = (copies, others, 0) if copies + others > adapted else (0, adapted, 0)
-    assert held({f"{arr}.rollout.pool.precision": "fp8"})["rollout"] == larger  # the pool comes before what is chosen
+    # The pool comes before what is chosen, and validation draws in full: the more of the two is counted.
+    pool, validated = {f"{arr}.rollout.pool.precision": "fp8"}, {"data.val_files": "prompts.jsonl"}
+    unfolded = {f"{ACTOR}.engine.fold_lora": False}
+    assert adapted > copies + others
+    assert held(pool)["rollout"] == held({**fp8, **validated})["rollout"] == (0, adapted, 0)
+    assert held({**pool, **unfolded})["rollout"] == held({**fp8, **validated, **unfolded})["rollout"] == (copies, 0, 0)
     assert held({f"{ACTOR}.use_kl_loss": True})["reference"] == (0, 0, 0)
     assert held(fp8_reference)["reference"] == (copies, 0, 0)
     whole = costs.weights.gathered(costs.dtype.itemsize)
@@ -173,6 +178,33 @@ def test_copies_in_8_bits_are_counted_while_they_are_held(tmp_path, monkeypatch)
     assert set(held(fp8, servers=1).values()) == {(copies, 0, 0)} and set(held({}, servers=1).values()) == {(0, 0, 0)}
     monkeypatch.setattr(DiffusersRollout, "has_a_copy", True)  # as vLLM-Omni has one of its own beside training
     assert held({f"{ACTOR}.engine.fold_lora": None})["rollout"] == (0, 0, 0)
+
+
+def test_a_pool_is_drawn_with_more_rows_than_are_trained(tmp_path):
+    """Two prompts with four images each, chosen from 32."""
+    costs = costs_of(tmp_path, "QwenImagePipeline")
+    given = overrides_of(tmp_path, tiny_checkpoint("QwenImagePipeline"), "actor_rollout_ref.rollout.max_num_seqs=48")
+    settings = OmegaConf.to_object(prepare_config(composed(*given)))
+    pool = varied(settings, {"actor_rollout_ref.rollout.pool.size": 32})
+
+    def rows(own, ranks: int) -> int:
+        rank = RankMemory(costs, own, amounts(own), Layout(replicate=ranks), 80e9)
+        return rank.rows_drawn // (2 if amounts(own).guided else 1)
+
+    assert [rows(settings, ranks) for ranks in (1, 2)] == [2 * 4, 4]
+    assert [rows(pool, ranks) for ranks in (1, 2)] == [48, 32]
+    assert amounts(pool).images == 8
+
+
+def test_a_plan_asks_no_gpu_of_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA A100")
+    given = overrides_of(tmp_path, tiny_checkpoint("QwenImagePipeline"), FP8)
+    settings = OmegaConf.to_object(prepare_config(composed(*given)))
+    with pytest.raises(ValueError, match=r"8\.9 or newer .* NVIDIA A100 has 8\.0"):
+        check_own_gpu(settings)
+    check_own_gpu(varied(settings, {"actor_rollout_ref.rollout.precision": None}))
 
 
 def test_8_bits_are_refused_as_the_engine_does(tmp_path):

@@ -218,6 +218,7 @@ def test_8_bits_draw_as_fast_as_was_measured():
     costs = SimpleNamespace(
         passes=SimpleNamespace(forward=lambda rows: Pass(forward=1e15 * rows)), decode=lambda *given: Pass(),
         weights=SimpleNamespace(blocks=0), own_part=lambda n: 1.0,
+        eight_bits=lambda modules: (100 if modules is None else 30 * len(modules), 0),
     )  # fmt: skip
     quick = rates("h200", None)
 
@@ -228,6 +229,9 @@ def test_8_bits_draw_as_fast_as_was_measured():
     assert quick.eight_bits > 1
     assert seconds(fp8) == pytest.approx(seconds() / quick.eight_bits)
     assert seconds(fp8, f"{ENGINE}.use_torch_compile=false") == seconds(f"{ENGINE}.use_torch_compile=false")
+    some = seconds(fp8, f"{ENGINE}.fp8_modules=[to_q,to_k]")  # 60 % of what the architecture has in 8 bits
+    assert some == pytest.approx(seconds() * (0.4 + 0.6 / quick.eight_bits))
+    assert seconds(fp8, f"{ENGINE}.fp8_modules=[a,b,c,d]") == seconds(fp8)
     assert seconds(*pool) == pytest.approx(seconds() * (1 + 8 / 4 / quick.eight_bits))  # 4 are drawn again
     fewer = (pool[0], f"{ROLLOUT}.pool.num_inference_steps=2")
     assert seconds(fp8, *fewer) == pytest.approx(seconds(*fewer) / quick.eight_bits)  # as what is chosen

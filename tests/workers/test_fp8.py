@@ -27,7 +27,7 @@ from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.workers.engine import base, fp8
 from verl_omni.workers.engine.compile.blocks import compile_blocks, repeated_blocks
 from verl_omni.workers.engine.compile.computed_once import computed_once, share
-from verl_omni.workers.engine.fp8 import E4M3, Fp8Layers, chosen_layers, product, quantised, refuse_old_gpu
+from verl_omni.workers.engine.fp8 import E4M3, Fp8Layers, chosen_layers, layers_of, product, quantised, refuse_old_gpu
 from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
 
 CPU = torch.device("cpu")
@@ -197,6 +197,11 @@ def test_a_user_names_the_layers():
 def test_sides_that_tensor_cores_do_not_take_are_left():
     block = torch.nn.ModuleDict({"to_q": torch.nn.Linear(32, 48), "to_k": torch.nn.Linear(32, 40)})
     assert [linear for linear, _ in chosen_layers(block, ["to_q", "to_k"])] == [block["to_q"]]
+
+
+def test_a_model_without_known_blocks_is_refused():
+    with pytest.raises(ValueError, match="of this model diffusers names no blocks"):
+        layers_of([], ["to_q"])
 
 
 def test_an_older_gpu_is_refused(monkeypatch):

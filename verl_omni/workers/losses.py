@@ -28,9 +28,15 @@ class LossFunction:
     def needs_teacher(self) -> bool:
         return self.config.teacher.path is not None
 
-    def compares_in_full(self, ref_precision: str | None) -> bool:
-        """Whether means are compared with others that nobody computes in 8 bits."""
-        return self.needs_teacher or (self.needs_reference and ref_precision is None)
+    def compares_in_full(self, rollout_precision: str | None, ref_precision: str | None) -> bool:
+        """Whether means of the update are compared with others of full precision, where the rollout has 8 bits: then
+        no half of them is the rollout's."""
+        others_in_full = self.needs_teacher or (self.needs_reference and ref_precision is None)
+        return rollout_precision is not None and others_in_full
+
+    def keeps_means(self, ref_precision: str | None) -> bool:
+        """Whether the means that drew are wanted: by the loss, or because the reference is compared with them."""
+        return ref_precision is not None or "old_prev_sample_mean" in self.loss_fn.data_keys(self.config)
 
     @property
     def by_group(self) -> bool:

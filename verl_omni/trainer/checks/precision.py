@@ -38,11 +38,15 @@ def check_precision(settings: DiffusionTrainerConfig) -> None:
                 f"{name}={precision}: {ARR}.rollout.name={arr.rollout.name} {draws.why_no_precision}; leave it out, or "
                 "choose diffusers"
             )
-    # Of other machines, the GPU that is to do it says so.
-    if asked and settings.trainer.device != "cpu" and settings.ray.address is None and torch.cuda.is_available():
-        refuse_old_gpu("cuda")
     if arr.ref.precision is not None:
         _check_reference(settings)
+
+
+def check_own_gpu(settings: DiffusionTrainerConfig) -> None:
+    """Of a run on this machine. Of others, the GPU that is to do it says so; a plan asks no GPU."""
+    here = settings.trainer.device != "cpu" and settings.ray.address is None
+    if in_8_bits(settings) and here and torch.cuda.is_available():
+        refuse_old_gpu("cuda")
 
 
 def _check_reference(settings: DiffusionTrainerConfig) -> None:

@@ -15,6 +15,7 @@ from verl_omni.pipelines.settings import check_size
 from verl_omni.trainer.callbacks import callback_class
 from verl_omni.trainer.checks.correction import without_weights
 from verl_omni.trainer.checks.frozen import check_weights
+from verl_omni.trainer.checks.precision import check_own_gpu
 from verl_omni.trainer.checks.preparation import prepare_config
 from verl_omni.trainer.checks.rewards import check_rewards
 from verl_omni.trainer.checks.rewriter import check_prompts
@@ -31,7 +32,9 @@ def preflight(config: DictConfig) -> DictConfig:
     config = prepare_config(config)
     for spec in config.trainer.callbacks:
         callback_class(spec)  # raises where it cannot be one
-    check_weights(OmegaConf.to_object(config))
+    settings = OmegaConf.to_object(config)
+    check_own_gpu(settings)
+    check_weights(settings)
     check_data(config)
     if config.algorithm.sample_source == "online":
         check_agent_loops(config)

@@ -103,22 +103,15 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
         model = self.config.actor_rollout_ref.model
         return DiffusionModelBase.get_class(model).cfg_scale(model) > 1
 
-    @property
-    def _compares_in_full(self) -> bool:
-        """Whether means of the update are compared with others of full precision, where the rollout has 8 bits: then
-        no half of them is the rollout's."""
-        arr = self.config.actor_rollout_ref
-        return arr.rollout.precision is not None and self.loss_function.compares_in_full(arr.ref.precision)
-
     def requests(self, prompts: DataProto, step: int, groups: Sequence[int], learns: bool) -> DataProto:
         """With a window of stochastic steps for each."""
         arr = self.config.actor_rollout_ref
         rollout, actor, model, ref = arr.rollout, arr.actor, arr.model, arr.ref
+        in_full = self.loss_function.compares_in_full(rollout.precision, ref.precision)
         keep = {
             # of the weights that draw: of no use to others
-            "keep_uncond": self._guided and actor.reuse_uncond and learns and not self._compares_in_full,
-            "keep_means": ref.precision is not None
-            or "old_prev_sample_mean" in self.loss_function.loss_fn.data_keys(actor),
+            "keep_uncond": self._guided and actor.reuse_uncond and learns and not in_full,
+            "keep_means": self.loss_function.keeps_means(ref.precision),
         }
         batch = self._training_requests(prompts, keep, step, groups)
         steps = DiffusionModelBase.get_class(model).num_steps(model)

@@ -17,6 +17,7 @@ from verl_omni.workers.losses import build_loss_function
 @dataclass(frozen=True)
 class Amounts:
     images: int  # of a step
+    drawn: int  # by one call of the rollout: those, or the pool that they are chosen from
     steps: int  # of a rollout
     trained: int  # steps (or noise levels) of a sample
     stored: int  # steps of a sample that are kept
@@ -29,6 +30,8 @@ class Amounts:
     copies: int  # of the trained weights: old policy, moving average, frozen policies that are swapped in
     chained: int = 1  # forwards that one pair's gradient goes through
     models: int = 0  # beside the trained one: frozen policies that are modules of their own
+    keeps_means: bool = False  # those that drew
+    validates: bool = False
 
     @property
     def keeps_uncond(self) -> bool:
@@ -54,14 +57,15 @@ def amounts(settings: DiffusionTrainerConfig) -> Amounts:
         trained = algorithm.timesteps_per_sample or max(1, math.ceil(levels * algorithm.timestep_fraction - 1e-9))
     group = arr.rollout.n if draws else 2
     models, swapped_in = _frozen(settings)
-    in_full = arr.rollout.precision is not None and loss.compares_in_full(arr.ref.precision)
+    trainer, asked = settings.trainer, settings.data.val_files is not None
     return Amounts(
         images=settings.data.train_batch_size * group,
+        drawn=settings.data.train_batch_size * max(group, arr.rollout.pool.size or 0),
         steps=steps,
         trained=trained,
         stored=stored,
         guided=adapter.cfg_scale(arr.model) > 1,
-        reuses=arr.actor.reuse_uncond and not in_full,
+        reuses=arr.actor.reuse_uncond and not loss.compares_in_full(arr.rollout.precision, arr.ref.precision),
         updates=settings.data.train_batch_size // arr.actor.ppo_mini_batch_size * arr.actor.ppo_epochs,
         mini_images=arr.actor.ppo_mini_batch_size * group,
         draws=draws,
@@ -69,6 +73,8 @@ def amounts(settings: DiffusionTrainerConfig) -> Amounts:
         copies=int(follows_old_policy(arr.model.algorithm, arr.actor)) + bool(arr.actor.ema_decay) + swapped_in,
         chained=chained,
         models=models,
+        validates=asked and bool(trainer.val_before_train or trainer.test_freq or trainer.val_only),
+        keeps_means=stored > 0 and loss.keeps_means(arr.ref.precision),
     )
 
 

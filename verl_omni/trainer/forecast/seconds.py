@@ -144,10 +144,19 @@ class StepTime:
         return self.arr.actor.ppo_micro_batch_size_per_gpu
 
     def _pace(self, precision: str | None, compiled: bool) -> float:
-        """Of a forward, to one in full of compiled blocks. Eager blocks gain nothing from 8 bits."""
+        """Of a forward, to one in full of compiled blocks. What eager blocks lose in 8 bits is not counted."""
         if not compiled:
             return measured.EAGER_FORWARD
-        return self.rates.eight_bits if precision else 1.0
+        if precision is None:
+            return 1.0
+        spared = 1 - 1 / self.rates.eight_bits  # with all layers that the architecture names
+        return 1 / (1 - spared * self._share_in_8_bits)
+
+    @property
+    def _share_in_8_bits(self) -> float:
+        """Of the work of the architecture's own list, that of the layers that a run names, by their weights."""
+        named, own = (self.costs.eight_bits(modules)[0] for modules in (self.arr.actor.engine.fp8_modules, None))
+        return min(1.0, named / own)
 
     def _forward(self, rows: int, rate: float, layout: Layout | None = None) -> float:
         """One, without a gradient. The host may be slower than the device."""

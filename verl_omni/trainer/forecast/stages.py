@@ -8,6 +8,7 @@ from verl_omni.algorithms.registry import get_diffusion_loss_fn
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.pipelines.drawing import equal_parts
 from verl_omni.pipelines.model_base import DiffusionModelBase
+from verl_omni.trainer.checks.precision import in_8_bits
 from verl_omni.trainer.forecast.amounts import Amounts
 from verl_omni.trainer.forecast.model import ModelCosts, compiles
 from verl_omni.workers.engine.export import FILE_BYTES
@@ -96,7 +97,7 @@ class RankMemory:
         if not stored:
             return 1
         uncond = stored if self.amounts.keeps_uncond else 0
-        means = stored * (2 if self.ref.precision else 1) if self.amounts.reference else 0  # and those that drew
+        means = stored * (self.amounts.reference + self.amounts.keeps_means)
         return stored + 1 + uncond + means
 
     @property
@@ -153,7 +154,7 @@ class RankMemory:
     def rows_drawn(self) -> int:
         """Rows of one forward of the rollout."""
         drawing = self.layout.data if self.rollout.share_samples else self.layout.world
-        requests = min(self.rollout.max_num_seqs, math.ceil(self.amounts.images / drawing))
+        requests = min(self.rollout.max_num_seqs, math.ceil(self.amounts.drawn / drawing))
         return requests * (2 if self.amounts.guided and self.rollout.cfg_in_one_forward else 1)
 
     @property
@@ -176,13 +177,15 @@ class RankMemory:
         return {"8-bit copies": in_8_bits} | ({"LoRA folded into a copy": others} if folds else {})
 
     def drawing(self) -> Iterator[Stage]:
-        times = {self.rollout.precision, self.rollout.pool.precision or self.rollout.precision}  # one after the other
+        # One after the other: the pool, what is chosen, and validation, which draws in full.
+        times = {self.rollout.pool.precision or self.rollout.precision, self.rollout.precision}
+        times |= {None} if self.amounts.validates else set()
         copies = max(map(self.copies, times), key=lambda found: sum(found.values()))
         there = self.share | self.held | self.for_rollout | copies
         forward = self.costs.passes.forward(self.rows_drawn).extra
         sequence = self.layout.sequence if self.rollout.share_samples else 1
         yield Stage("rollout", there | {"forward": forward * self.costs.own_part(sequence)})
-        rows = min(equal_parts(self.rollout.max_num_seqs, DECODED_AT_ONCE), self.amounts.images)
+        rows = min(equal_parts(self.rollout.max_num_seqs, DECODED_AT_ONCE), self.amounts.drawn)
         yield Stage("decode", there | {"decoder": self.costs.decode(rows, self.rollout.vae_tiling).extra})
 
     @property
@@ -257,6 +260,7 @@ def not_counted(settings: DiffusionTrainerConfig) -> list[str]:
         "the gradient of the reward in an update: the decoder's activations and a reward's model": (
             "predicted_reward" in get_diffusion_loss_fn(arr.actor.diffusion_loss.loss_mode).required_model_output_keys
         ),
+        "what 8 bits cost where blocks are not compiled": bool(in_8_bits(settings)) and not compiles(settings),
         "the seconds of what is written while training goes on": arr.actor.checkpoint.async_save,
         "the seconds that weights take to the rollout servers": settings.trainer.mode != "colocated",
         "the seconds in which what is offloaded goes to the host's memory and back": _offloads(settings),
@@ -289,9 +293,9 @@ class ServerMemory:
         }
         if self.rollout.precision or self.rollout.pool.precision:
             held["8-bit copies"] = self.costs.eight_bits(self.modules)[0]
-        requests = min(self.rollout.max_num_seqs, math.ceil(self.amounts.images / self.servers))
+        requests = min(self.rollout.max_num_seqs, math.ceil(self.amounts.drawn / self.servers))
         rows = requests * (2 if self.amounts.guided and self.rollout.cfg_in_one_forward else 1)
         yield Stage("server: rollout", held | {"forward": self.costs.passes.forward(rows).extra})
-        decoded = min(equal_parts(self.rollout.max_num_seqs, DECODED_AT_ONCE), self.amounts.images)
+        decoded = min(equal_parts(self.rollout.max_num_seqs, DECODED_AT_ONCE), self.amounts.drawn)
         yield Stage("server: decode", held | {"decoder": self.costs.decode(decoded, self.rollout.vae_tiling).extra})
         yield Stage("server: weights arrive", held, {"a bucket": BUCKET_BYTES})

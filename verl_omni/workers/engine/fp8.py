@@ -134,6 +134,11 @@ def layers_of(
 ) -> list[tuple[torch.nn.Linear, torch.nn.Module | None]]:
     """The chosen layers of all blocks; an error where a name is that of none, or nothing can be done in 8 bits."""
     names = {name for block in blocks for name, _ in linears(block)}
+    if not names:
+        raise ValueError(
+            "precision=fp8 is for the linear layers of a transformer's blocks, and of this model diffusers names no "
+            "blocks (_repeated_blocks, _no_split_modules): leave it out"
+        )
     for module in modules:
         if not any(is_called(name, module) for name in names):
             raise ValueError(
