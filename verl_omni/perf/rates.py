@@ -40,15 +40,16 @@ H200 = {
     "QwenImagePipeline": Rates(
         565e12, 565e12, 420e12, 150e12, 4.4e-3, 4.6e-3, "Qwen-Image with LoRA, 512 x 512, 16 and 8 rows", 1.40
     ),
-    # Of Wan's denoising, VAE and update were timed, of the next three the whole step: the rest is shared out as above.
+    # Of the next three denoising, VAE and update were timed, of FLUX.2-klein the whole step: it is shared out as above.
     "WanPipeline": Rates(
-        557e12, 557e12, 417e12, 141e12, 0.8e-3, 5.0e-3, "a step of Wan2.1 1.3B with LoRA, 17 frames of 512 x 512"
+        557e12, 557e12, 417e12, 141e12, 0.8e-3, 5.0e-3, "a step of Wan2.1 1.3B with LoRA, 17 frames of 512 x 512",
+        1.10,
     ),
     "FluxPipeline": Rates(
-        554e12, 554e12, 431e12, 370e12, 0.8e-3, 5.0e-3, "a step of FLUX.1-dev with LoRA, 512 x 512", 1.43
+        542e12, 542e12, 444e12, 298e12, 0.8e-3, 5.0e-3, "a step of FLUX.1-dev with LoRA, 512 x 512", 1.43
     ),
     "ZImagePipeline": Rates(
-        591e12, 591e12, 460e12, 370e12, 0.8e-3, 5.0e-3, "a step of Z-Image with LoRA, 512 x 512", 1.53
+        586e12, 586e12, 442e12, 275e12, 0.8e-3, 5.0e-3, "a step of Z-Image with LoRA, 512 x 512", 1.53
     ),
     "Flux2KleinPipeline": Rates(
         610e12, 610e12, 475e12, 370e12, 0.8e-3, 5.0e-3, "a step of FLUX.2-klein 4B with LoRA, 512 x 512"
