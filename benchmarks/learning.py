@@ -10,16 +10,14 @@ The same for `words`, which a real OCR reads, and with `signs` for `words` for s
 
     python -m verl_omni.tasks make words outputs/words                        # 8 minutes for scenes, on an H200
     python -m benchmarks.learning words --model outputs/words --out benchmarks/curves/words --parallel 15 \\
-        --seeds 0 1 --seconds 25 --lr 2e-5 1e-4 --within 1500                 # 11 for scenes, with the next line
-    python -m benchmarks.learning words --model outputs/words --out benchmarks/curves/words --parallel 5 \\
-        --seeds 2 --best 5 --seconds 25 --within 500
+        --seeds 0 1 --seconds 9 --every 3 --lr 2e-5
     python -m benchmarks.learning words --out benchmarks/curves/words --table --figure docs/learning_words.svg \\
         --write docs/results.md                                               # seconds, no GPU
 
 With drawing in 8 bits, beside `flow_grpo`, into a table of its own (<!-- LEARNING words in 8 bits -->):
 
     python -m benchmarks.learning words --model outputs/words --out benchmarks/curves/words --parallel 8 \\
-        --seeds 0 1 --seconds 25 --lr 2e-5 --algorithms flow_grpo 'flow_grpo in 8 bits' \\
+        --seeds 0 1 --seconds 9 --every 3 --lr 2e-5 --algorithms flow_grpo 'flow_grpo in 8 bits' \\
         'flow_grpo in 8 bits corrected' 'flow_grpo pool in 8 bits'
 
 On an H200 a generator of words took 5 minutes beside three other programs. The minutes of its curves, and those of
@@ -30,7 +28,8 @@ Every run is the real trainer's step with the task's recipe and the settings of 
 Its early steps are timed while the others wait: seconds are those of a run that has the card to itself, so many as its
 images take, whoever is beside it. Validation is not counted, nor what a step waits for its rewards after the drawing
 (the last number of a step in a curve); a pool and groups that are filtered wait for theirs as they draw, which counts.
-A run's curve is a small JSON file; runs whose file is there are not repeated, so a later call adds to them. After
+A run's curve is a small JSON file; runs whose file is there, of as many seconds or more, are not repeated, so a later
+call adds to them. Every generator that is made is another one: curves of one folder are of one generator. After
 `--within` seconds all runs validate and end, and no other is started; of a run that is killed the table counts the
 points that it has left. Further arguments are overrides of the recipe; they come after an option that takes one value.
 """
@@ -206,8 +205,10 @@ def show(folder: Path, task: str, to_figure: Path | None, document: Path | None)
         if title != task and not curves.keys() & EIGHT_BITS.keys():
             continue
         own = {name: runs for name, runs in curves.items() if name in names}
-        searched = search({name: runs for name, runs in tried.items() if name in names})
-        told = f"{report(own, names)}\n\n{SEARCHED}\n\n{searched}"
+        of_these = {name: runs for name, runs in tried.items() if name in names}
+        told = report(own, names)
+        if any(len(rates) > 1 for rates in of_these.values()):
+            told += f"\n\n{SEARCHED}\n\n{search(of_these)}"
         print(f"{title}\n{told}\n")
         if document:
             write_into(document, told, title)
@@ -235,7 +236,10 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="with --table: a document whose <!-- LEARNING TASK --> is filled")
     options, more = parser.parse_known_args()
     if options.table:
-        show(options.out, options.task, options.figure, options.write)
+        try:
+            show(options.out, options.task, options.figure, options.write)
+        except ValueError as error:
+            sys.exit(f"error: {error}")
         return
     if options.model is None:
         parser.error("--model is needed: python -m verl_omni.tasks make scenes FOLDER")
@@ -260,7 +264,8 @@ def main() -> None:
             name = f"{algorithm.replace(' ', '_')}_lr{lr:g}_seed{seed}"
             what = {"task": options.task, "algorithm": algorithm, "lr": lr, "seed": seed, "settings": more}
             what |= {"parallel": options.parallel, "asked": options.seconds}
-            jobs.append(Job(options.out / f"{name}.json", learn, (what, given, str(scratch / name), *limits)))
+            one = (what, given, str(scratch / name), *limits)
+            jobs.append(Job(options.out / f"{name}.json", learn, one, options.seconds))
     failed = run_all(jobs, options.parallel, deadline)
     for job in jobs:
         if job.file.exists():  # what other runs have left there counts

@@ -15,6 +15,7 @@ YARDSTICK = "flow_grpo"
 SO_FAR = "so_far.json"  # in the folder of a run that goes on or was killed
 LEVELS = tuple(level / 100 for level in range(40, 100, 5))
 SEEDS, SEEDS_OF_BEST = 2, 3
+FEW = 10  # steps, after which little can be said
 LONG = 0.6  # of the longest run's seconds: what is shorter was cut short
 INKS = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#a6761d")  # of the best, so many
 YARDSTICK_INK, OTHERS_INK = "#000000", "#c8c8c8"
@@ -53,6 +54,12 @@ def read_all(folder: Path, task: str) -> dict[str, dict[float, list[Curve]]]:
     for curve in (json.loads(file.read_text()) for file in [*whole, *parts]):
         if length(curve) > 0 and curve["task"] == task:
             tried.setdefault(curve["algorithm"], {}).setdefault(curve["lr"], []).append(curve)
+    starts = {curve["points"][0]["score"] for rates in tried.values() for runs in rates.values() for curve in runs}
+    if len(starts) > 1:
+        raise ValueError(
+            f"runs of {task} in {folder} began at {', '.join(map(shown, sorted(starts)))}: each generator that is made "
+            "is another one, and runs are compared from one start; give those of another one a folder of their own"
+        )
     return tried
 
 
@@ -77,8 +84,8 @@ def length(curve: Curve) -> float:
 
 
 def ending(curve: Curve) -> float:
-    """The mean of the last two validations: one alone swings."""
-    return fmean(point["score"] for point in curve["points"][-2:])
+    """The mean of the last two validations: one alone swings. What was not trained yet is none of them."""
+    return fmean(point["score"] for point in curve["points"][1:][-2:])
 
 
 def mean_ending(runs: list[Curve]) -> float:
@@ -122,6 +129,9 @@ def report(curves: dict[str, list[Curve]], algorithms: list[str]) -> str:
         lines.append(f"Runs that are still missing: {', '.join(missing)}.")
     if cut := [f"`{name}`" for name, of_one in curves.items() if not all(run["whole"] for run in of_one)]:
         lines.append(f"Ended before the {runs[0]['asked']:.0f} s that were asked for: {', '.join(cut)}.")
+    made = {name: min(run["points"][-1]["step"] for run in of_one) for name, of_one in curves.items()}
+    if few := [f"`{name}` ({steps})" for name, steps in made.items() if steps < FEW]:
+        lines.append(f"Of so few steps that little can be said: {', '.join(few)}.")
     return "\n".join(lines)
 
 
@@ -146,11 +156,12 @@ def table(curves: dict[str, list[Curve]]) -> str:
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name in order:
         runs = curves[name]
-        ends = [ending(run) for run in runs]
+        ends = sorted(ending(run) for run in runs)
+        spread = f" ({shown(ends[0])} to {shown(ends[-1])})" if len(ends) > 1 else ""
         each = fmean(1000 * length(run) / run["points"][-1]["images"] for run in runs)
         start = fmean(run["points"][0]["score"] for run in runs)
         cells = [f"`{name}`", f"{runs[0]['lr']:g}", f"{len(runs)}", f"{each:.1f}", shown(start)]
-        cells += [f"{shown(fmean(ends))} ({shown(min(ends))} to {shown(max(ends))})"]
+        cells += [f"{shown(fmean(ends))}{spread}"]
         cells += [shown(mean_at(runs, "images", images)), shown(mean_at(runs, "seconds", seconds))]
         cells += [relative(time_to(own, level), time_to(runs, level), " s") for level in levels]
         cells += [relative(*(time_to(of, level, "images") for of in (own, runs))) for level in levels[-1:]]

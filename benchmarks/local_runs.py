@@ -23,6 +23,7 @@ class Job:
     file: Path
     work: Callable[..., dict[str, Any]]
     given: tuple[Any, ...]
+    asked: float = 0.0  # how much of it, as the file of one that was made says
 
 
 def import_everything() -> None:
@@ -53,7 +54,7 @@ def run_all(jobs: list[Job], parallel: int, deadline: float = math.inf) -> list[
     None is started after the `deadline`, a time of `time.monotonic`, which is the same in every process. Those that run
     then end by themselves; GRACE seconds later they are killed.
     """
-    waiting = [job for job in jobs if not is_whole(job.file)]
+    waiting = [job for job in jobs if not is_whole(job)]
     running: dict[Any, Job] = {}
     failed = []
     while waiting or running:
@@ -78,9 +79,12 @@ def run_all(jobs: list[Job], parallel: int, deadline: float = math.inf) -> list[
     return failed
 
 
-def is_whole(file: Path) -> bool:
-    """A run that a deadline has cut short says so of itself, and is made again."""
-    return file.exists() and json.loads(file.read_text()).get("whole", True)
+def is_whole(job: Job) -> bool:
+    """What a deadline has cut short says so of itself, and is made again; so is a run of which more is asked now."""
+    if not job.file.exists():
+        return False
+    made = json.loads(job.file.read_text())
+    return made.get("whole", True) and made.get("asked", job.asked) >= job.asked
 
 
 def _work(job: Job) -> None:

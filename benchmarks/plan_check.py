@@ -43,7 +43,6 @@ from benchmarks.sweep import (
     steps,
 )
 
-ALLOWED = 0.10  # of what was measured
 STAGES = ("gen", "ref", "reward", "old_log_prob", "update_actor")  # of a step, one after the other
 
 

@@ -95,6 +95,7 @@ def test_between_two_validations_the_curve_is_straight(folder):
     run = curve("awm", 0.1)
     assert at(run, "seconds", 15.0) == pytest.approx(0.75) and at(run, "images", 301) is None
     assert ending(run) == pytest.approx(0.85)
+    assert ending(run | {"points": run["points"][:2]}) == pytest.approx(0.7)  # the start is no ending
     assert mean_at([run, curve("awm", 0.0)], "images", 100) == pytest.approx(0.65)
     assert time_to([run], 0.75) == pytest.approx(15, abs=0.1) and time_to([run], 0.95) is None
 
@@ -178,6 +179,34 @@ def test_a_run_that_a_deadline_cut_is_made_again(tmp_path):
     assert run_all(jobs, 2) == []
     made = [job.file.stem for job in jobs if "made" in json.loads(job.file.read_text())]
     assert made == ["cut", "new"]
+
+
+def test_a_run_of_which_more_is_asked_is_made_again(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({"asked": 9.0}))
+    jobs = [Job(tmp_path / "a.json", lambda: {"asked": 25.0}, (), asked) for asked in (9.0, 25.0, 10.0)]
+    made = []
+    for job in jobs:
+        assert run_all([job], 1) == []
+        made.append(json.loads(job.file.read_text())["asked"])
+    assert made == [9.0, 25.0, 25.0]
+
+
+def test_runs_from_two_generators_are_not_compared(folder, monkeypatch):
+    other = curve("crd", 0.1)
+    other["points"][0]["score"] = 0.5
+    (folder / "another.json").write_text(json.dumps(other))
+    monkeypatch.setattr("sys.argv", ["learning", "scenes", "--table", "--out", str(folder)])
+    with pytest.raises(SystemExit, match=r"error: runs of scenes in .* began at \.500, \.600: each generator"):
+        learning.main()
+
+
+def test_a_run_of_few_steps_is_marked(folder):
+    curves = read_curves(folder, "scenes")
+    assert "little can be said: `flow_grpo` (3), `awm` (3)." in report(curves, [])
+    for run in curves["awm"]:
+        run["points"][-1]["step"] = 10
+    assert "little can be said: `flow_grpo` (3)." in report(curves, [])
+    assert "| `flow_grpo` | 0.0001 | 1 | 100.0 | .600 | .725 |" in table(curves)  # of one run no spread
 
 
 def test_the_best_are_run_with_their_best_rate(folder, tmp_path, monkeypatch):
