@@ -15,6 +15,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+import verl_omni
 from verl_omni.perf import plan
 from verl_omni.utils.options import Parser, above_zero, at_least
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 
 OWN = ("--gpus", "--memory", "--gpu", "--devices")
+WAITED_FOR = "building the model without its weights and running a few of its blocks, unless it is known from before"
 
 
 def main() -> None:
@@ -65,6 +67,7 @@ def of_settings(config: "DictConfig", gpus: int | None, memory: float | None, gp
         for name, value in (("gpus", gpus), ("memory", memory)):
             if value is not None and value <= 0:
                 raise ValueError(f"--{name}={value}: expected more than 0")
+        print(f"verl-omni {verl_omni.__version__}: {WAITED_FOR}", file=sys.stderr)
         gc.disable()  # what imports make is not garbage: to look for some takes a fifth of their time
         from verl_omni.trainer.forecast.forecast import forecast
         from verl_omni.trainer.forecast.tables import lines

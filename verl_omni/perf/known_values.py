@@ -9,6 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
+from verl_omni.perf.seen_before import Call, SeenBefore
+
 aten = torch.ops.aten
 FEW = 2**22  # such as tokens of many rows, not their features
 FILLED = {
@@ -22,6 +24,7 @@ class KnownValues(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self._seen = SeenBefore(self)
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """What a model is given instead of `tensor`, which may be a shape alone, on the meta device."""
@@ -31,7 +34,12 @@ class KnownValues(FakeTensorMode):
             return torch.empty(tensor.shape, dtype=tensor.dtype)
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = Call(func, args, kwargs)
+        if call.key and (before := self._seen.again(call)) is not None:
+            return before
         out = super().dispatch(func, types, args, kwargs)
+        if call.key:
+            self._seen.remember(call, out)
         if func in FILLED and out.device.type == "cpu" and out.numel() <= FEW and _whole(out):
             with no_dispatch():
                 made = func(*args, **(kwargs or {}))

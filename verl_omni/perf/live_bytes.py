@@ -12,12 +12,11 @@ from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
-from torch.utils.weak import WeakIdKeyDictionary
 
 from verl_omni.perf.known_values import KnownValues
 
+DEVICE_OF = torch.ops.prim.device.default
 GRAIN = 512  # torch's allocator gives memory in multiples of this
 
 
@@ -31,7 +30,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.most = self.flops = 0
-        self._counted: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._counted: dict[int, _Count] = {}  # by the address of the storage, for as long as it is one
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -39,26 +38,31 @@ class LiveBytes(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        for tensor in _tensors((args, kwargs)):
-            self._counted.setdefault(tensor.untyped_storage(), _Count(self, 0))  # somebody else's
+        if func is DEVICE_OF:
+            return func(*args)
+        for tensor in _tensors((args, list(kwargs.values()) if kwargs else ())):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._counted:
+                _Count(self, storage, 0)  # somebody else's
         out = func(*args, **(kwargs or {}))
         if func._overloadpacket in flop_registry:
             self.flops += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
         for tensor in _tensors(out):
             storage = tensor.untyped_storage()
-            if storage not in self._counted and not func.is_view:  # a real tensor's view has a storage of its own
-                self._counted[storage] = count = _Count(self, -(-storage.nbytes() // GRAIN) * GRAIN)
-                weakref.finalize(storage, count.drop).atexit = False
+            if storage._cdata not in self._counted and not func.is_view:  # a real tensor's view has its own
+                _Count(self, storage, -(-storage.nbytes() // GRAIN) * GRAIN)
         return out
 
     def forget(self, tensor: torch.Tensor) -> None:
         """From now on it is counted by somebody else."""
-        self._counted[tensor.untyped_storage()].drop()
+        self._counted[tensor.untyped_storage()._cdata].drop()
 
 
 class _Count:
-    def __init__(self, live: LiveBytes, size: int):
-        self.live, self.size = live, size
+    def __init__(self, live: LiveBytes, storage: torch.UntypedStorage, size: int):
+        self.live, self.size, self.address = live, size, storage._cdata
+        self.storage = weakref.ref(storage, self.gone)
+        live._counted[self.address] = self
         live.now += size
         live.most = max(live.most, live.now)
 
@@ -66,9 +70,18 @@ class _Count:
         self.live.now -= self.size
         self.size = 0
 
+    def gone(self, storage: weakref.ref) -> None:
+        self.drop()
+        del self.live._counted[self.address]
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """Of an operation's arguments, which are no trees of anybody's own."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for one in tree:
+            yield from _tensors(one)
 
 
 class PretendedGpu:

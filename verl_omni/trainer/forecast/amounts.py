@@ -6,12 +6,15 @@ from pathlib import Path
 
 from verl_omni.algorithms.forward_process import follows_old_policy
 from verl_omni.config.schema import DiffusionTrainerConfig
+from verl_omni.pipelines.drawing import equal_parts
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.pipelines.schedulers.windows import sde_window
 from verl_omni.workers.engine.frozen import own_config
 from verl_omni.workers.engine.teachers import teacher_folders
 from verl_omni.workers.layout import Layout
 from verl_omni.workers.losses import build_loss_function
+
+DECODED_AT_ONCE = 16  # `decode_batch_size` of the rollout
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,9 @@ class Amounts:
     def keeps_uncond(self) -> bool:
         """Of the rollout, for the first optimizer step."""
         return self.guided and self.stored > 0 and self.reuses
+
+    def decoded_at_once(self, max_num_seqs: int) -> int:
+        return min(equal_parts(max_num_seqs, DECODED_AT_ONCE), self.drawn)
 
     def pairs(self, layout: Layout) -> int:
         """That a rank trains on in one optimizer step."""

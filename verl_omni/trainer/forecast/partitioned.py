@@ -2,13 +2,17 @@
 
 import contextlib
 import functools
+import operator
 from typing import Any
 
 import torch
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from verl_omni.utils.call_signature import by_name
 from verl_omni.workers.engine.compile.blocks import streams
+
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # which is a view, and does not say so
 
 
 class Partitioned:
@@ -54,7 +58,8 @@ def _call(block: torch.nn.Module, graph: Any, *args: Any, **kwargs: Any) -> Any:
 
     tensors = [leaves[place] for place in places]
     shapes = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
-    return graph(shapes, function)(list(weights), tensors)
+    with _use_lazy_graph_module(True):  # nobody runs their code
+        return graph(shapes, function)(list(weights), tensors)
 
 
 def _trained(value: Any) -> Any:
@@ -70,12 +75,19 @@ def _graph(known: dict[tuple, Any], shapes: tuple, function: Any) -> Any:
     if shapes not in known:
         known[shapes] = aot_function(
             function,
-            fw_compiler=_as_it_is,
-            bw_compiler=_as_it_is,
+            fw_compiler=_outputs_alone,
+            bw_compiler=_never_run,
             partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
             decompositions=_decompositions(),
         )
     return known[shapes]
+
+
+def import_compiler() -> None:
+    """What inductor imports takes seconds: once, before there are copies of this process."""
+    import networkx  # noqa: F401  (by which the partitioner cuts)
+
+    _decompositions()
 
 
 @functools.cache
@@ -85,9 +97,40 @@ def _decompositions() -> dict:
     return select_decomp_table()
 
 
-def _as_it_is(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+def _outputs_alone(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    """Runs no more of a forward than what its outputs are views of: of all else it is enough that it has memory."""
+    *_, last = graph.graph.nodes
+
+    def run(args: list[Any]) -> list[Any]:
+        found = dict(zip(graph.graph.find_nodes(op="placeholder"), args, strict=True))
+        args.clear()
+        return [_value(node, found) if isinstance(node, torch.fx.Node) else node for node in last.args[0]]
+
+    run._boxed_call = True
+    return run
+
+
+def _value(node: torch.fx.Node, found: dict[torch.fx.Node, Any]) -> Any:
+    if node not in found:
+        like = node.meta["val"]
+        if isinstance(like, torch.Tensor) and _is_new(node):
+            found[node] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        else:
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), functools.partial(_value, found=found))
+            found[node] = node.target(*args, **kwargs)
+    return found[node]
+
+
+def _is_new(node: torch.fx.Node) -> bool:
+    """Whether it has memory of its own."""
+    made_by = (node.args[0] if node.target is operator.getitem else node).target
+    known = isinstance(made_by, torch._ops.OpOverload) and made_by is not UNSAFE_VIEW
+    return known and not any(one.alias_info for one in made_by._schema.returns)
+
+
+def _never_run(graph: torch.fx.GraphModule, inputs: Any) -> Any:
     def run(args: list[Any]) -> Any:
-        return torch.fx.Interpreter(graph).boxed_run(args)
+        raise AssertionError("the backward of a block that only says what it keeps")
 
     run._boxed_call = True
     return run

@@ -19,7 +19,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from verl_omni.perf.live_bytes import LiveBytes, PretendedGpu
-from verl_omni.trainer.forecast.partitioned import Partitioned
+from verl_omni.trainer.forecast.partitioned import Partitioned, import_compiler
 from verl_omni.trainer.forecast.remembered import Remembered
 from verl_omni.utils.forks import in_forks
 from verl_omni.workers.engine.compile.blocks import repeated_blocks
@@ -71,7 +71,7 @@ class Passes:
             part.to_empty(device=gpu.device).train()
 
     def whole(self, rows: int, **how: bool) -> Pass:
-        """Of a micro-batch of so many, all blocks."""
+        """Of a micro-batch of so many, all blocks. Of compiled ones what they keep: nothing else of them is run."""
         ones, compiled = dict.fromkeys(self.kinds, 1), how.get("compiled", False)
         self.make_tables(rows)
         with Partitioned(self.kinds) if compiled else contextlib.nullcontext():
@@ -82,7 +82,7 @@ class Passes:
                 if len(blocks) > 1:
                     more = self._run(ones | {kind: 2}, rows, **how)
                     whole = whole.with_blocks(more, least, len(blocks) - 1)
-        return whole
+        return Pass(kept=whole.kept, block=whole.block) if compiled else whole
 
     @functools.cache  # noqa: B019
     def make_tables(self, rows: int) -> None:
@@ -157,6 +157,8 @@ class Lines:
             passes = self._passes()
             for rows in FEW_ROWS:
                 passes.make_tables(rows)  # before there are copies of this process, each of which would
+            if any(how.get("compiled") for _, how in missing.values()):
+                import_compiler()
             found = in_forks([functools.partial(passes.whole, rows, **how) for rows, how in missing.values()])
             self._known.add({name: list(dataclasses.astuple(one)) for name, one in zip(missing, found, strict=True)})
 

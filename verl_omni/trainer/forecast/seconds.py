@@ -70,7 +70,8 @@ class StepTime:
         pool = rollout.pool.size or 0
         decode = 0.0
         if self.settings.reward.input == "decoded":
-            one = self.costs.decode(1, rollout.vae_tiling).forward
+            decoded = self.amounts.decoded_at_once(rollout.max_num_seqs)  # as for the memory: one pass tells both
+            one = self.costs.decode(decoded, rollout.vae_tiling).forward / decoded
             decode = images * (1 + pool / rollout.n) * one / self.rates.decode
         # A rank that shares samples in training has no compiled blocks, whoever draws.
         compiled = compiles(self.settings, shared.sequence if shared else 1)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from verl_omni.algorithms.registry import get_diffusion_loss_fn
 from verl_omni.config.schema import DiffusionTrainerConfig
-from verl_omni.pipelines.drawing import equal_parts
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.trainer.checks.precision import in_8_bits
 from verl_omni.trainer.forecast.amounts import Amounts
@@ -21,7 +20,6 @@ from verl_omni.workers.transfer.weights import BUCKET_BYTES
 
 GIB = 2**30
 LIBRARIES = 2 * 32 * 2**20  # workspaces of cuBLAS, of the forward's and of the backward's thread
-DECODED_AT_ONCE = 16  # `decode_batch_size` of the rollout
 LATENTS_OF_A_PAIR = 4  # before and after the step, the unguided half, and the reference's mean
 BESIDE = ("reference and other policies", "models of your own", "VAE", "text encoders")
 GATHERED = 2  # blocks at a time: the one that runs, and the next one
@@ -185,7 +183,7 @@ class RankMemory:
         forward = self.costs.passes.forward(self.rows_drawn).extra
         sequence = self.layout.sequence if self.rollout.share_samples else 1
         yield Stage("rollout", there | {"forward": forward * self.costs.own_part(sequence)})
-        rows = min(equal_parts(self.rollout.max_num_seqs, DECODED_AT_ONCE), self.amounts.drawn)
+        rows = self.amounts.decoded_at_once(self.rollout.max_num_seqs)
         yield Stage("decode", there | {"decoder": self.costs.decode(rows, self.rollout.vae_tiling).extra})
 
     @property
@@ -296,6 +294,6 @@ class ServerMemory:
         requests = min(self.rollout.max_num_seqs, math.ceil(self.amounts.drawn / self.servers))
         rows = requests * (2 if self.amounts.guided and self.rollout.cfg_in_one_forward else 1)
         yield Stage("server: rollout", held | {"forward": self.costs.passes.forward(rows).extra})
-        decoded = min(equal_parts(self.rollout.max_num_seqs, DECODED_AT_ONCE), self.amounts.drawn)
+        decoded = self.amounts.decoded_at_once(self.rollout.max_num_seqs)
         yield Stage("server: decode", held | {"decoder": self.costs.decode(decoded, self.rollout.vae_tiling).extra})
         yield Stage("server: weights arrive", held, {"a bucket": BUCKET_BYTES})
