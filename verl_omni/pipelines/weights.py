@@ -124,8 +124,11 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Every parameter that a module gets inside has a shape and a dtype and no memory. Shared ones stay shared."""
-    register = torch.nn.Module.register_parameter
+    """Every parameter that a module gets inside has a shape and a dtype and no memory. Shared ones stay shared.
+
+    Linear layers ask for none at all: what they would give back at once adds up to more than a machine may have.
+    """
+    register, linear = torch.nn.Module.register_parameter, torch.nn.Linear.__init__
 
     @functools.wraps(register)
     def without_memory(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
@@ -133,11 +136,15 @@ def parameters_on_meta() -> Iterator[None]:
             parameter = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    torch.nn.Module.register_parameter = without_memory
+    @functools.wraps(linear)
+    def on_meta(module: torch.nn.Linear, *args: Any, **kwargs: Any) -> None:
+        linear(module, *args, **({"device": "meta"} | kwargs))
+
+    torch.nn.Module.register_parameter, torch.nn.Linear.__init__ = without_memory, on_meta
     try:
         yield
     finally:
-        torch.nn.Module.register_parameter = register
+        torch.nn.Module.register_parameter, torch.nn.Linear.__init__ = register, linear
 
 
 @torch.no_grad()
