@@ -3,12 +3,14 @@
     python -m benchmarks.fake_ranks qwen-image --ranks 8 16 64              # all weights are trained
     python -m benchmarks.fake_ranks qwen-image --ranks 8 --lora 64
     python -m benchmarks.fake_ranks flux-dev --ranks 1 8 --lora 32          # how much slower is one of 8, a row?
+    python -m benchmarks.fake_ranks flux-dev --ranks 1 8 --lora 32 --profile outputs    # and where it goes
     python -m benchmarks.fake_ranks --small --ranks 2 8                     # a tiny model, on a CPU
 
 torch's fake process group runs rank 0 of N with its true share of weights, gradients and optimizer, and sends nothing.
-The random weights of the other ranks are this one's again, so numbers mean nothing; memory and computing time do. Each
-step draws the rank's samples, with the whole model gathered, and trains on one denoising step of each. The last
-update is done three times, and the middle one counts. Further arguments are overrides of the training config.
+The random weights of the other ranks are this one's again, copied to where they would arrive, so numbers mean nothing;
+memory and computing time do. Each step draws the rank's samples, with the whole model gathered, and trains on one
+denoising step of each. The last update is done three times, and the middle one counts. A profile is of another rollout
+and another update, after what is timed. Further arguments are overrides of the training config.
 """
 
 import argparse
@@ -73,7 +75,13 @@ def rank_settings(work: str, ranks: int, rows: int, lora: int, folder: Path) -> 
 
 
 def measure(
-    work: str, ranks: int, rows: int, lora: int, overrides: list[str], turns: Turns = NOBODY_ELSE
+    work: str,
+    ranks: int,
+    rows: int,
+    lora: int,
+    overrides: list[str],
+    turns: Turns = NOBODY_ELSE,
+    profile: Path | None = None,
 ) -> dict[str, float]:
     """Of the last step: seconds, and peak memory in GiB, of the update and of the rollout.
 
@@ -121,8 +129,24 @@ def measure(
                 found["update s"] = statistics.median(took)
             found.setdefault("first rollout s", found["rollout s"])
             found.setdefault("first update s", found["update s"])
+            if profile and step == STEPS - 1:
+                with profiled(worker, profile / f"rollout of {ranks}"):
+                    draw(worker, rows)
+                with profiled(worker, profile / f"update of {ranks}"):
+                    worker.update_actor(batch)
             worker.release((str(step),))
     return found | {"update ms a row": 1e3 * found["update s"] / rows, "fastest to slowest s": [min(took), max(took)]}
+
+
+@contextlib.contextmanager
+def profiled(worker: Any, folder: Path) -> Iterator[None]:
+    from verl_omni.perf.step_profile import StepProfile
+
+    folder.mkdir(parents=True, exist_ok=True)
+    profile = StepProfile(worker.engine.device)
+    profile.start()
+    yield
+    profile.stop(folder)
 
 
 def draw(worker: Any, rows: int) -> list[Any]:
@@ -182,6 +206,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8, help="images that the rank trains on (%(default)s)")
     parser.add_argument("--lora", type=int, default=0, help="rank of a LoRA; 0 trains all weights (%(default)s)")
     parser.add_argument("--small", action="store_true", help="a tiny model, for a CPU")
+    parser.add_argument("--profile", type=Path, help="a folder for profiles of a rollout and an update of each")
     parser.add_argument("--json", type=Path, help="write all figures here too")
     options, overrides = parser.parse_known_args()
     work = "tiny-qwen-image" if options.small else options.work
@@ -192,7 +217,7 @@ def main() -> None:
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|", flush=True)
     results = {}
     for ranks in options.ranks:
-        given = (work, ranks, options.rows, options.lora, overrides)
+        given = (work, ranks, options.rows, options.lora, overrides, NOBODY_ELSE, options.profile)
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:  # a process group each
             results[ranks] = process.submit(measure, *given).result()
         print(row(ranks, results[ranks], results.get(1)), flush=True)

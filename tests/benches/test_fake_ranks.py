@@ -31,9 +31,9 @@ def test_of_many_ranks_what_they_send_is_not_compared(monkeypatch, tmp_path):
     assert 0 < seconds < 1
 
 
-def test_of_three_updates_the_middle_one_counts(monkeypatch):
-    """The one before it compiles, and the ones beside it were held up, or were not."""
-    seconds = iter([50.0, 20.0, 1.0, 9.0, 2.0])  # of the first two steps, and of the last
+def test_of_three_updates_the_middle_one_counts(monkeypatch, tmp_path):
+    """The one before it compiles, the ones beside it were held up, or were not, and the one after it is profiled."""
+    seconds = iter([50.0, 20.0, 1.0, 9.0, 2.0, 70.0])  # of the first two steps, and of the last
     clock = [0.0]
 
     class Worker:
@@ -56,9 +56,19 @@ def test_of_three_updates_the_middle_one_counts(monkeypatch):
     monkeypatch.setattr(fake_ranks.time, "perf_counter", lambda: clock[0])
     for name in ("join_fake_group", "draw", "as_batch"):
         monkeypatch.setattr(fake_ranks, name, lambda *given: None)
+    profiles = []
+    monkeypatch.setattr(fake_ranks, "profiled", lambda worker, folder: profiles.append(folder) or nobody())
     turns = types.SimpleNamespace(together=nobody, alone=nobody)
-    found = fake_ranks.measure("tiny-qwen-image", 8, 8, 0, [], turns)
+    found = fake_ranks.measure("tiny-qwen-image", 8, 8, 0, [], turns, tmp_path)
+    assert profiles == [tmp_path / "rollout of 8", tmp_path / "update of 8"] and not list(seconds)
     assert found["update s"] == 2.0 and found["fastest to slowest s"] == [1.0, 9.0] and found["first update s"] == 50.0
     single = {"update s": 1.0, "rows": 8}
     assert fake_ranks.against(found, single) == 2.0 and fake_ranks.against(single, single) == 1.0
     assert found["update ms a row"] == 250.0 and (found["ranks"], found["rows"]) == (8, 8)
+
+
+def test_a_profile_has_what_ran_inside(tmp_path):
+    worker = types.SimpleNamespace(engine=types.SimpleNamespace(device=torch.device("cpu")))
+    with fake_ranks.profiled(worker, tmp_path / "update of 8"):
+        torch.ones(4).cumsum(0)
+    assert "aten::cumsum" in (tmp_path / "update of 8/profile.txt").read_text()

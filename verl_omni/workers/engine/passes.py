@@ -139,6 +139,7 @@ class Passes(TrainingEngine):
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)
         return [name for name, found in zip(self.parameters, bad.tolist(), strict=True) if found]
 
+    @torch.no_grad()  # or each look at a shard is an operation of autograd's
     def optimizer_step(self) -> float:
         """Clip, step, move the average; the gradient's norm before clipping."""
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]

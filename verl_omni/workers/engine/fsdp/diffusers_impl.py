@@ -98,8 +98,9 @@ class DiffusersFSDPEngine(DiffusionEngine):
     def as_spread(self) -> Callable[[torch.nn.Module], None] | None:
         return functools.partial(shard_alone, dtype=self.dtype) if self.layout.is_spread else None
 
-    @property
+    @functools.cached_property
     def _shards(self) -> list[FSDPModule]:
+        """Not before they are spread. To look through FLUX with LoRA takes the host as long as gathering ten blocks."""
         return [m for part in self.parts.values() for m in part.modules() if isinstance(m, FSDPModule)]
 
     @property
