@@ -14,15 +14,15 @@ from verl_omni.workers.engine.compile.blocks import streams
 class Partitioned:
     """While it lasts, the first two blocks of each kind run as AOTAutograd's graphs, parted as inductor parts them.
 
-    One graph serves all blocks of a kind: it is told their weights.
+    One graph serves all blocks of a kind: it is told their weights. `budget`: as `actor.engine` has it.
     """
 
-    def __init__(self, kinds: dict[tuple, list[tuple[torch.nn.ModuleList, str]]]):
-        self.kinds, self._before = kinds, contextlib.ExitStack()
+    def __init__(self, kinds: dict[tuple, list[tuple[torch.nn.ModuleList, str]]], budget: float = 1.0):
+        self.kinds, self.budget, self._before = kinds, budget, contextlib.ExitStack()
 
     def __enter__(self) -> "Partitioned":
         for blocks in self.kinds.values():
-            graph = functools.partial(_graph, {})
+            graph = functools.partial(_graph, {}, _partitioner(self.budget))
             for holder, name in blocks[:2]:
                 block = holder._modules[name]
                 block.forward = functools.partial(_call, block, graph)
@@ -63,19 +63,29 @@ def _trained(value: Any) -> Any:
     return value.detach().requires_grad_() if lacks else value
 
 
-def _graph(known: dict[tuple, Any], shapes: tuple, function: Any) -> Any:
+def _graph(known: dict[tuple, Any], partitioner: Any, shapes: tuple, function: Any) -> Any:
     from torch._functorch.aot_autograd import aot_function
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     if shapes not in known:
         known[shapes] = aot_function(
             function,
             fw_compiler=_as_it_is,
             bw_compiler=_as_it_is,
-            partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
+            partition_fn=functools.partial(partitioner, compiler="inductor"),
             decompositions=_decompositions(),
         )
     return known[shapes]
+
+
+def _partitioner(budget: float) -> Any:
+    """That of the training engine."""
+    if budget < 1:
+        from verl_omni.workers.engine.compile.memory_budget import within_budget
+
+        return within_budget(budget)
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition
 
 
 @functools.cache
