@@ -83,6 +83,7 @@ LONG = [
 ]  # fmt: skip
 FP8 = [f"{ROLLOUT}.precision=fp8"]
 REFERENCE_FP8 = "actor_rollout_ref.ref.precision=fp8"
+HALF, BUDGET = "memory budget 0.5", [f"{ACTOR}.engine.activation_memory_budget=0.5"]
 CORRECTED = "algorithm.rollout_correction.rollout_is=step"
 CASES = [
     Case("sd35m", "LoRA, micro-batch 44, 10 steps", 176),
@@ -138,6 +139,12 @@ CASES = [
     Case("flux2-klein", "full, micro-batch 4, checkpointing", 16, [*FEW, *FULL, *micro(4), *CHECKPOINTING]),
     Case("z-image", "LoRA, micro-batch 8", 16, [*FEW, *micro(8)]),
     Case("wan-1.3b", "full, micro-batch 2, checkpointing", 8, [*FEW, *FULL, *micro(2), *CHECKPOINTING]),
+    # A part of the activations computed again, beside all of them (checkpointing) and none.
+    Case("qwen-image", f"LoRA, micro-batch 8, {HALF}", 16, [*FEW, *micro(8), *BUDGET]),
+    Case("qwen-image", "LoRA, micro-batch 8, checkpointing", 16, [*FEW, *micro(8), *CHECKPOINTING]),
+    Case("sd35m", f"LoRA, micro-batch 44, {HALF}", 44, [*FEW, *micro(44), *BUDGET]),
+    Case("flux-dev", f"LoRA, micro-batch 8, {HALF}", 16, [*FEW, *micro(8), *BUDGET]),
+    Case("flux-dev", "LoRA, micro-batch 8", 16, [*FEW, *micro(8)]),
     Case("sd35m", "LoRA, micro-batch 8, 1024 x 1024", 8, [*FEW, *micro(8), *square(1024)]),
     Case("sd35m", "full, micro-batch 8, not compiled", 8, [*FEW, *FULL, *micro(8), EAGER[0]]),
     Case("qwen-image", "LoRA, micro-batch 4, 1024 x 1024, checkpointing", 8,

@@ -7,9 +7,10 @@
 
 words, signs: the generators of those tasks, which are made while the others compile. models: architectures at their
 size. fp8: rollouts in 8 bits, and the same without. ranks: one rank of many (benchmarks.fake_ranks), and one of one
-beside it. veomni: its update beside FSDP2's. plan: settings for the table of docs/plan.md. offload: all weights of the
-largest model whose optimizer fits into the host. sizes: large images, small groups, many steps. video: a long one.
-update: a micro-batch that the run finds, and profiles. again: what docs/performance.md has already.
+beside it. veomni: its update beside FSDP2's. plan: settings for the table of docs/plan.md. budget: half of the
+activations kept, beside checkpointing and beside all of them. offload: all weights of the largest model whose optimizer
+fits into the host. sizes: large images, small groups, many steps. video: a long one. update: a micro-batch that the run
+finds, and profiles. again: what docs/performance.md has already.
 
 Settings compile beside each other and are timed alone (benchmarks.side_by_side). Figures are in found/found.json after
 each, what each printed in found/logs. The same command again measures what is missing there. It ends with an error
@@ -38,6 +39,7 @@ VEOMNI = [f"{ACTOR}.strategy=veomni"]
 ON_A_CPU = [
     f"{ROLLOUT}.pipeline.num_inference_steps=4", f"{ACTOR}.engine.use_torch_compile=false",
     f"{ACTOR}.engine.compile_ahead=false", f"{ACTOR}.engine.dtype=bfloat16",
+    f"{ACTOR}.engine.activation_memory_budget=1",
 ]  # fmt: skip
 UNTOLD = ("words", "signs")  # their figures go with the models that they make
 VIDEOS = ("wan", "ltx2")
@@ -156,6 +158,16 @@ GROUPS: dict[str, list[Setting]] = {
         named("sd35m", "full, micro-batch 8, not compiled", 95),
         named("qwen-image", "LoRA, micro-batch 4, 1024 x 1024, checkpointing", 86),
         named("z-image", "full, micro-batch 4, checkpointing, offload", 72),
+    ],
+    "budget": [
+        named("qwen-image", "LoRA, micro-batch 8, memory budget 0.5", 96),
+        named("qwen-image", "LoRA, micro-batch 8, folded", 122),
+        named("qwen-image", "LoRA, micro-batch 8, checkpointing", 96),
+        named("sd35m", "LoRA, micro-batch 44, memory budget 0.5", 58),
+        named("sd35m", "LoRA, micro-batch 44", 84),
+        named("sd35m", "LoRA, micro-batch 44, checkpointing", 20),
+        named("flux-dev", "LoRA, micro-batch 8, memory budget 0.5", 70),
+        named("flux-dev", "LoRA, micro-batch 8", 96),
     ],
     "offload": [of_plan(case, gib) for case, gib in zip(AWAY, (118, 100), strict=True)],
     "sizes": [

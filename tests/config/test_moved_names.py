@@ -18,7 +18,7 @@ GIVEN = {
     "fold_lora": "false", "fused_gelu": "false", "attention_backend": "native", "param_offload": "true",
     "optimizer_offload": "true", "seed": "3",
 }  # fmt: skip
-LATER = {"fp8_modules", "sample_offload"}  # of the engine from the beginning
+LATER = {"activation_memory_budget", "fp8_modules", "sample_offload"}  # of the engine from the beginning
 
 
 def prepared(*overrides: str):

@@ -34,7 +34,7 @@ from verl_omni.trainer.forecast.amounts import amounts
 from verl_omni.trainer.forecast.forecast import forecast
 from verl_omni.trainer.forecast.knobs import changes
 from verl_omni.trainer.forecast.model import EmptyModel, ModelCosts
-from verl_omni.trainer.forecast.passes import Pass, Passes
+from verl_omni.trainer.forecast.passes import Lines, Pass, Passes
 from verl_omni.trainer.forecast.remembered import KEPT, Remembered, key_of, own_code
 from verl_omni.trainer.forecast.stages import RankMemory, ServerMemory, not_counted, optimizer_ratio
 from verl_omni.trainer.forecast.tables import text
@@ -357,6 +357,34 @@ def test_only_what_was_measured_last_is_kept(tmp_path, monkeypatch):
     Remembered("000").add({"a": 0})
     names = sorted(file.stem for file in known.file.parent.iterdir())
     assert names == ["000", *(f"{number:03}" for number in range(4, KEPT + 3))]
+
+
+def test_within_a_budget_activations_are_those_of_just_as_many_rows():
+    """What it spares, and what is computed again, beside the block as it is written; and nothing is a sum of rows."""
+    asked = []
+
+    def whole(rows: int, gradient: bool, compiled: bool = False, budget: float | None = None) -> Pass:
+        asked.append((rows, budget))
+        if not compiled:
+            return Pass(kept=100 * rows, extra=10, forward=5 * rows, backward=6 * rows, block=9 * rows)
+        return Pass(60 * rows * budget, 0, 5 * rows, (8 - budget) * rows, 6 * rows * budget)
+
+    passes = SimpleNamespace(whole=whole, make_tables=lambda rows: None)
+    lines = Lines(lambda: passes, Remembered())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("verl_omni.trainer.forecast.passes.in_forks", lambda work: [one() for one in work])
+        said = lines.training(8, checkpointing=False, compiled=True, budget=0.5)
+        assert lines.training(8, checkpointing=False, compiled=False, budget=0.5) == lines.training(8, False, False)
+    assert said == Pass(kept=240, extra=10 + 24, forward=40, backward=48 + 4, block=24)
+    assert asked == [(2, None), (3, None), (8, 1.0), (8, 0.5)]  # once
+
+
+@pytest.mark.slow
+def test_within_a_budget_a_block_keeps_less(tmp_path):
+    costs = costs_of(tmp_path, "QwenImagePipeline", f"{MODEL}.lora_rank=4")
+    found = [costs.passes.training(64, checkpointing=False, compiled=True, budget=b) for b in (1.0, 0.5, 0.1)]
+    assert found[0].kept > found[1].kept > found[2].kept and found[0].extra < found[1].extra < found[2].extra
+    assert found[0].backward <= found[1].backward < found[2].backward < found[0].backward + found[0].forward
 
 
 @pytest.mark.slow

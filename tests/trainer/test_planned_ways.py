@@ -30,6 +30,7 @@ FOUR = (*BATCH, "trainer.n_gpus_per_node=4")
 SHARED, TOGETHER, BLOCKS = f"{ULYSSES}=2", f"{ROLLOUT}.share_samples=true", f"{ROLLOUT}.gather=blocks"
 SERVED = (*BATCH, "trainer.n_gpus_per_node=2")
 ENGINE = f"{ACTOR}.engine"
+BUDGET = f"{ENGINE}.activation_memory_budget"
 
 
 def settings_of(*given: str) -> DiffusionTrainerConfig:
@@ -48,6 +49,7 @@ class Listed(Ways):
     [
         (*FOUR, SHARED, TOGETHER, f"{ACTOR}.fsdp_config.fsdp_size=2"),
         pytest.param((*FOUR, BLOCKS, f"{ENGINE}.compile_ahead=true"), marks=pytest.mark.slow),
+        pytest.param((*FOUR, f"{ENGINE}.activation_memory_budget=0.5"), marks=pytest.mark.slow),
         pytest.param(
             (*FOUR, "actor_rollout_ref.model.lora_rank=4", f"{ENGINE}.fold_lora=true"), marks=pytest.mark.slow
         ),
@@ -117,6 +119,28 @@ def test_what_excludes_each_other_is_not_advised_together(memory, enough):
     for given, other in ((BLOCKS, "share_samples"), (TOGETHER, "gather")):
         tried = changes(settings_of(*FOUR, SHARED, given), "rollout")
         assert f"{ROLLOUT}.{other}" not in {name for change in tried for name in change}
+
+
+def test_a_budget_of_activations_and_checkpointing_exclude_each_other():
+    """Each is tried where the other is off, and together with the rest that which is enough."""
+    checkpointing = "actor_rollout_ref.model.enable_gradient_checkpointing"
+    for given, tried in (((), 0.7), ((f"{BUDGET}=0.5",), 0.3), ((f"{checkpointing}=true",), None)):
+        found = [change for change in changes(settings_of(*given), "update") if BUDGET in change]
+        assert (found[0][BUDGET] if found else None) == tried
+        assert ({checkpointing: True, BUDGET: 1.0} in found) == (given == (f"{BUDGET}=0.5",))
+
+    def asked(layout: Layout, settings: DiffusionTrainerConfig) -> SimpleNamespace:
+        arr = settings.actor_rollout_ref
+        spared = 60 if arr.model.enable_gradient_checkpointing else 80 * (1 - arr.actor.engine.activation_memory_budget)
+        return SimpleNamespace(stages=[Stage("update", {"all": 100 - spared - 20 * bool(arr.rollout.encoder_offload)})])
+
+    for memory, enough in ((55, {BUDGET}), (21, {checkpointing, f"{ROLLOUT}.encoder_offload"})):
+        settings = settings_of()
+        card = SimpleNamespace(holds=lambda peak, memory=memory: peak < memory)
+        ways = SimpleNamespace(settings=settings, asked=lambda layout, s=settings: asked(layout, s), card=card)
+        found = [help for help in helps(ways, layout_of(settings), "update") if help.fits]
+        assert set(found[0].change) == enough
+        prepared(*found[0].typed.split())
 
 
 @pytest.mark.parametrize("drawn", [(), (TOGETHER,)])

@@ -23,6 +23,7 @@ ULYSSES = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
 LORA, INT8 = f"{MODEL}.lora_rank=4", f"{MODEL}.base_precision=int8"
 BLOCKS, TWO_RANKS = f"{ROLLOUT}.gather=blocks", "trainer.n_gpus_per_node=2"
 TOGETHER = f"{ROLLOUT}.share_samples=true"
+BUDGET = f"{ACTOR}.engine.activation_memory_budget=0.5"
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,11 @@ TOGETHER = f"{ROLLOUT}.share_samples=true"
             [f"{ACTOR}.engine.compile_ahead=true", f"{ACTOR}.engine.use_torch_compile=false"],
             "compile_ahead=true does nothing without compiled blocks (use_torch_compile=false)",
         ),
+        ([BUDGET, f"{ACTOR}.engine.use_torch_compile=false"], "budget=0.5 gains nothing without compiled blocks"),
+        ([BUDGET, "trainer.device=cpu"], "budget=0.5 gains nothing on a CPU, where blocks are compiled with"),
+        ([BUDGET, TWO_RANKS, f"{ULYSSES}=2"], "budget=0.5 gains nothing where ranks share samples"),
+        ([BUDGET, f"{MODEL}.enable_gradient_checkpointing=true"], "where a block is computed again as a whole: leave"),
+        ([BUDGET, f"{ACTOR}.ppo_micro_batch_size_per_gpu=auto"], "which is found with blocks that are not compiled"),
         (
             [f"{ACTOR}.engine.fold_lora=true", LORA, f"{ACTOR}.fsdp_config.fsdp_size=1", TWO_RANKS],
             "does nothing where each of 2 ranks holds the whole weights",

@@ -100,6 +100,14 @@ class EngineConfig:
         "null: on a GPU with one rank",
         may_change=True,
     )
+    activation_memory_budget: float = knob(
+        1.0,
+        "share of what compiled blocks would keep between forward and backward that they may keep, about: the rest is "
+        "computed again, what costs least arithmetic for its bytes first, attention never (torch's setting)",
+        above=0,
+        most=1,
+        may_change=True,
+    )
     fold_lora: bool | None = knob(
         None,
         "fold LoRA into a second copy of its weights for the rollout, or into those that ranks gather for it; null: on "

@@ -83,6 +83,7 @@ def check_workers(settings: DiffusionTrainerConfig) -> None:
         for why, holds in reasons.items():
             if getattr(arr.actor.engine, name) and holds:
                 raise ValueError(f"{ENGINE}.{name}=true does nothing {why}: leave it null")
+    check_memory_budget(settings)
     if settings.algorithm.sample_source == "online":
         check_engine_arguments(arr.rollout)
     if trainer.device == "cpu" and arr.actor.engine.attention_backend == FLASH_4:
@@ -93,6 +94,28 @@ def check_workers(settings: DiffusionTrainerConfig) -> None:
     if arr.rollout.share_samples and settings.data.val_files is not None:
         whose = " (validation's, which is drawn with actor_rollout_ref.rollout.share_samples=true too)"
         check_even(validation_pipeline(arr.rollout), arr.model, arr.actor, whose)
+
+
+def check_memory_budget(settings: DiffusionTrainerConfig) -> None:
+    """Blocks are compiled, and keep something that they could compute again."""
+    arr = settings.actor_rollout_ref
+    budget, compiles = arr.actor.engine.activation_memory_budget, arr.actor.engine.use_torch_compile
+    reasons = {
+        "without compiled blocks (use_torch_compile=false)": compiles is False,
+        "on a CPU, where blocks are compiled with use_torch_compile=true only": (
+            settings.trainer.device == "cpu" and compiles is None
+        ),
+        "where ranks share samples, whose blocks are not compiled": shared_by(arr.actor)[0] > 1,
+        "with enable_gradient_checkpointing=true, where a block is computed again as a whole": (
+            arr.model.enable_gradient_checkpointing
+        ),
+        "with ppo_micro_batch_size_per_gpu=auto, which is found with blocks that are not compiled": (
+            arr.actor.ppo_micro_batch_size_per_gpu == AUTO
+        ),
+    }
+    for why, holds in reasons.items():
+        if budget < 1 and holds:
+            raise ValueError(f"{ENGINE}.activation_memory_budget={budget:g} gains nothing {why}: leave it out")
 
 
 def check_trackers(trainer: TrainerConfig) -> None:

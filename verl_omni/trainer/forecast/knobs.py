@@ -7,13 +7,15 @@ from typing import Any
 from verl_omni.config.actor import AUTO
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.trainer.checks.rollout_engine import check_gather, check_share_samples
-from verl_omni.trainer.checks.workers import check_base_precision
+from verl_omni.trainer.checks.workers import check_base_precision, check_memory_budget
 from verl_omni.trainer.forecast.ways import Way, Ways, varied
 from verl_omni.workers.layout import Layout
 
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 ROLLOUT, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 GATHER = f"{ROLLOUT}.gather"
+BUDGET = f"{ACTOR}.engine.activation_memory_budget"
+BUDGETS = (0.7, 0.5, 0.3)  # below it, checkpointing leaves less for little more
 LEAST_GAIN = 0.02  # of a stage's peak: less is not worth a line
 
 
@@ -39,6 +41,7 @@ def _accepted(settings: DiffusionTrainerConfig) -> bool:
     """By the checks of `train`: ways to draw exclude each other, and not every model has layers for 8 bits."""
     try:
         check_base_precision(settings)
+        check_memory_budget(settings)
         check_gather(settings)
         check_share_samples(settings)
     except ValueError:
@@ -63,7 +66,9 @@ def _changes(settings: DiffusionTrainerConfig, stage: str) -> Iterator[dict[str,
         rows = arr.ref.log_prob_micro_batch_size_per_gpu or arr.actor.ppo_micro_batch_size_per_gpu
         yield from _halved(f"{REF}.log_prob_micro_batch_size_per_gpu", rows)
     if stage == "update":
-        yield {f"{MODEL}.enable_gradient_checkpointing": True}
+        budget = arr.actor.engine.activation_memory_budget
+        yield from ({BUDGET: share} for share in BUDGETS if share < budget)
+        yield {f"{MODEL}.enable_gradient_checkpointing": True} | ({BUDGET: 1.0} if budget < 1 else {})
         yield from _halved(f"{ACTOR}.ppo_micro_batch_size_per_gpu", arr.actor.ppo_micro_batch_size_per_gpu)
     yield {f"{ROLLOUT}.encoder_offload": True}
     yield {f"{ACTOR}.engine.sample_offload": True}
@@ -99,8 +104,10 @@ def helps(ways: Ways, layout: Layout, stage: str) -> list[Help]:
 
 
 def _together(ways: Ways, layout: Layout, stage: str, found: list[Help]) -> list[Help]:
-    """The first so many of them with which it fits. Block by block is tried first, and what excludes it after that."""
-    for order in (found, sorted(found, key=lambda help: GATHER in help.change)):
+    """The first so many of them with which it fits. Block by block is tried first, and what excludes it after that; a
+    budget of activations too."""
+    for last in ((), (GATHER,), (BUDGET,), (GATHER, BUDGET)):
+        order = sorted(found, key=lambda help: any(name in help.change for name in last))  # noqa: B023
         together: dict[str, Any] = {}
         for help in order:
             settings = varied(ways.settings, together | help.change)

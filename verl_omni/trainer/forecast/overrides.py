@@ -57,6 +57,8 @@ def _beside(way: Way, given: DiffusionTrainerConfig) -> Iterator[tuple[str, Any]
         yield f"{ENGINE}.fold_lora", "null"
     if arr.actor.engine.compile_ahead and layout.sequence > 1:
         yield f"{ENGINE}.compile_ahead", "null"
+    if arr.actor.engine.activation_memory_budget < 1 and layout.sequence > 1:
+        yield f"{ENGINE}.activation_memory_budget", 1.0
 
 
 def _pools(way: Way, given: DiffusionTrainerConfig) -> tuple[Pool, Pool]:

@@ -18,15 +18,16 @@ UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # which is a view, and does n
 class Partitioned:
     """While it lasts, the first two blocks of each kind run as AOTAutograd's graphs, parted as inductor parts them.
 
-    One graph serves all blocks of a kind: it is told their weights.
+    One graph serves all blocks of a kind: it is told their weights. `budget`: as `actor.engine` has it, for those whose
+    arithmetic is counted too; without one a forward runs only as far as its outputs ask, and no backward does.
     """
 
-    def __init__(self, kinds: dict[tuple, list[tuple[torch.nn.ModuleList, str]]]):
-        self.kinds, self._before = kinds, contextlib.ExitStack()
+    def __init__(self, kinds: dict[tuple, list[tuple[torch.nn.ModuleList, str]]], budget: float | None = None):
+        self.kinds, self.budget, self._before = kinds, budget, contextlib.ExitStack()
 
     def __enter__(self) -> "Partitioned":
         for blocks in self.kinds.values():
-            graph = functools.partial(_graph, {})
+            graph = functools.partial(_graph, {}, self.budget)
             for holder, name in blocks[:2]:
                 block = holder._modules[name]
                 block.forward = functools.partial(_call, block, graph)
@@ -68,16 +69,15 @@ def _trained(value: Any) -> Any:
     return value.detach().requires_grad_() if lacks else value
 
 
-def _graph(known: dict[tuple, Any], shapes: tuple, function: Any) -> Any:
+def _graph(known: dict[tuple, Any], budget: float | None, shapes: tuple, function: Any) -> Any:
     from torch._functorch.aot_autograd import aot_function
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     if shapes not in known:
         known[shapes] = aot_function(
             function,
-            fw_compiler=_outputs_alone,
-            bw_compiler=_never_run,
-            partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
+            fw_compiler=_outputs_alone if budget is None else _as_it_is,
+            bw_compiler=_never_run if budget is None else _as_it_is,
+            partition_fn=functools.partial(_partitioner(budget), compiler="inductor"),
             decompositions=_decompositions(),
         )
     return known[shapes]
@@ -88,6 +88,17 @@ def import_compiler() -> None:
     import networkx  # noqa: F401  (by which the partitioner cuts)
 
     _decompositions()
+
+
+def _partitioner(budget: float | None) -> Any:
+    """That of the training engine."""
+    if budget is not None and budget < 1:
+        from verl_omni.workers.engine.compile.memory_budget import within_budget
+
+        return within_budget(budget)
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition
 
 
 @functools.cache
@@ -126,6 +137,14 @@ def _is_new(node: torch.fx.Node) -> bool:
     made_by = (node.args[0] if node.target is operator.getitem else node).target
     known = isinstance(made_by, torch._ops.OpOverload) and made_by is not UNSAFE_VIEW
     return known and not any(one.alias_info for one in made_by._schema.returns)
+
+
+def _as_it_is(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    def run(args: list[Any]) -> Any:
+        return torch.fx.Interpreter(graph).boxed_run(args)
+
+    run._boxed_call = True
+    return run
 
 
 def _never_run(graph: torch.fx.GraphModule, inputs: Any) -> Any:

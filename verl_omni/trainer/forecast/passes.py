@@ -4,7 +4,8 @@ A model runs with one block of each kind, and once more with two of one kind: wh
 adds. The same is done with two and with three rows. So a model of any depth, with any micro-batch, is a sum.
 
 Of a compiled block, what lies between forward and backward is what inductor's own partitioner leaves there. What a
-backward needs beside that is taken from the block as it is written.
+backward needs beside that is taken from the block as it is written. What a memory budget leaves there is no sum of
+rows: it depends on how large activations are beside weights.
 """
 
 import contextlib
@@ -70,11 +71,11 @@ class Passes:
         with self.gpu.here():
             part.to_empty(device=gpu.device).train()
 
-    def whole(self, rows: int, **how: bool) -> Pass:
-        """Of a micro-batch of so many, all blocks. Of compiled ones what they keep: nothing else of them is run."""
-        ones, compiled = dict.fromkeys(self.kinds, 1), how.get("compiled", False)
+    def whole(self, rows: int, **how: Any) -> Pass:
+        """Of a micro-batch of so many, all blocks. Of compiled ones without a budget only what they keep is known."""
+        ones, compiled, budget = dict.fromkeys(self.kinds, 1), how.get("compiled", False), how.get("budget")
         self.make_tables(rows)
-        with Partitioned(self.kinds) if compiled else contextlib.nullcontext():
+        with Partitioned(self.kinds, budget) if compiled else contextlib.nullcontext():
             if compiled:  # graphs are traced in half the time where nobody counts
                 self._run_uncounted(rows, gradient=True)
             least = whole = self._run(ones, rows, **how)
@@ -82,7 +83,7 @@ class Passes:
                 if len(blocks) > 1:
                     more = self._run(ones | {kind: 2}, rows, **how)
                     whole = whole.with_blocks(more, least, len(blocks) - 1)
-        return Pass(kept=whole.kept, block=whole.block) if compiled else whole
+        return Pass(kept=whole.kept, block=whole.block) if compiled and budget is None else whole
 
     @functools.cache  # noqa: B019
     def make_tables(self, rows: int) -> None:
@@ -103,7 +104,9 @@ class Passes:
         gradient: bool,
         checkpointing: bool = False,
         compiled: bool = False,
+        budget: float | None = None,
     ) -> Pass:
+        """Of compiled blocks the backward is counted where there is a budget."""
         (self.part.enable_gradient_checkpointing if checkpointing else self.part.disable_gradient_checkpointing)()
         given = self._given(rows)
         with self.gpu.here(), shortened(self.kinds, counts):
@@ -111,7 +114,7 @@ class Passes:
                 with torch.set_grad_enabled(gradient), self.gpu.autocast(self.dtype):
                     output = self.call(self.part, given).float()
                 kept, forward = live.now, live.flops
-                if gradient and not compiled:
+                if gradient and (budget or not compiled):
                     output.sum().backward()
                 return Pass(kept, live.most - kept, forward, live.flops - forward)
 
@@ -129,11 +132,15 @@ class Lines:
         """Without a gradient."""
         return self._line(rows, gradient=False)
 
-    def training(self, rows: float, checkpointing: bool, compiled: bool) -> Pass:
-        """With its gradient."""
+    def training(self, rows: float, checkpointing: bool, compiled: bool, budget: float = 1.0) -> Pass:
+        """With its gradient. `budget`: as `actor.engine` has it, of compiled blocks without checkpointing."""
         needed = [{}, {"checkpointing": True}] if checkpointing else [{}]
-        self._measure(*({"gradient": True} | how for how in needed + [{"compiled": True}] * compiled))
+        within = compiled and budget < 1 and not checkpointing
+        needed += [{"compiled": True}] if compiled and not within else []
+        self._measure(*({"gradient": True} | how for how in needed))
         written = self._line(rows, gradient=True)
+        if within:
+            return self._within(budget, round(rows), written)
         found = self._line(rows, gradient=True, checkpointing=True) if checkpointing else written
         if not compiled:
             return found
@@ -142,6 +149,23 @@ class Lines:
             return dataclasses.replace(found, kept=partitioned.kept, block=partitioned.block)
         return dataclasses.replace(found, extra=partitioned.block + written.extra)
 
+    def parted(self, rows: int, *budgets: float) -> list[Pass]:
+        """Of compiled blocks within each of these budgets, with just as many rows: what is kept, and FLOPs."""
+        hows = [{"gradient": True, "compiled": True, "budget": budget} for budget in budgets]
+        self._measure(*hows, with_rows=(rows,))
+        return [Pass(*self._known[_name(rows, how)]) for how in hows]
+
+    def _within(self, budget: float, rows: int, written: Pass) -> Pass:
+        """While a block is at work, what it did not keep may be there again, all of it."""
+        everything, within = self.parted(rows, 1.0, budget)
+        return dataclasses.replace(
+            written,
+            kept=within.kept,
+            block=within.block,
+            extra=written.extra + everything.block - within.block,
+            backward=written.backward + within.backward - everything.backward,
+        )
+
     def _line(self, rows: float, **how: bool) -> Pass:
         self._measure(how)
         few, more = (Pass(*self._known[_name(count, how)]) for count in FEW_ROWS)
@@ -149,13 +173,13 @@ class Lines:
         figures = ((getattr(few, f.name), getattr(more, f.name)) for f in dataclasses.fields(Pass))
         return Pass(*(max(0.0, low + steps * (high - low)) for low, high in figures))
 
-    def _measure(self, *hows: dict[str, bool]) -> None:
+    def _measure(self, *hows: dict[str, Any], with_rows: tuple[int, ...] = FEW_ROWS) -> None:
         """Each with a few rows, all at once: tracing takes seconds, in one thread."""
-        wanted = {_name(rows, how): (rows, how) for how in hows for rows in FEW_ROWS}
+        wanted = {_name(rows, how): (rows, how) for how in hows for rows in with_rows}
         missing = {name: asked for name, asked in wanted.items() if name not in self._known}
         if missing:
             passes = self._passes()
-            for rows in FEW_ROWS:
+            for rows in with_rows:
                 passes.make_tables(rows)  # before there are copies of this process, each of which would
             if any(how.get("compiled") for _, how in missing.values()):
                 import_compiler()
@@ -163,7 +187,7 @@ class Lines:
             self._known.add({name: list(dataclasses.astuple(one)) for name, one in zip(missing, found, strict=True)})
 
 
-def _name(rows: int, how: dict[str, bool]) -> str:
+def _name(rows: int, how: dict[str, Any]) -> str:
     return json.dumps([rows, sorted(how.items())])
 
 

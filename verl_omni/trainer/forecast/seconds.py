@@ -105,7 +105,8 @@ class StepTime:
         pairs = self.amounts.pairs(layout)
         rows = min(self.micro, pairs)
         checkpointing = model.enable_gradient_checkpointing
-        cost = self.costs.passes.training(rows, checkpointing, compiled)
+        budget = self.arr.actor.engine.activation_memory_budget
+        cost = self.costs.passes.training(rows, checkpointing, compiled, budget)
         chained, flops = self.amounts.chained, cost.forward + cost.backward
         launch = self.rates.launch_forward * (1 + checkpointing) + self.rates.launch_backward
         flops *= self.costs.own_part(layout.sequence)

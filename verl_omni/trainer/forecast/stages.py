@@ -193,7 +193,8 @@ class RankMemory:
     def update(self) -> Stage:
         rows = min(self.micro, self.amounts.pairs(self.layout))
         compiled = compiles(self.settings, self.layout.sequence)
-        cost = self.costs.passes.training(rows, self.model.enable_gradient_checkpointing, compiled)
+        budget = self.actor.engine.activation_memory_budget
+        cost = self.costs.passes.training(rows, self.model.enable_gradient_checkpointing, compiled, budget)
         own = self.costs.own_part(self.layout.sequence)
         activations, working = cost.kept * own * self.amounts.chained, cost.extra * own
         gradients = self.weights.trained_bytes(self.parts)

@@ -47,6 +47,7 @@ def lines(forecast: Forecast) -> Iterator[str]:
     yield ""
     yield f"About {way.seconds:.1f} s a step, {amounts.images / way.seconds:.2f} images/s, without the rewards."
     yield f"Rates: {forecast.card.rates.where}."
+    yield from within_budget(forecast)
     if missing := not_counted(forecast.ways.settings):
         yield f"Not counted: {'; '.join(missing)}."
     rank = RankMemory(costs, forecast.ways.settings, amounts, forecast.layout, forecast.card.memory)
@@ -65,6 +66,21 @@ def lines(forecast: Forecast) -> Iterator[str]:
     if forecast.gpus > 1 and engine_class(actor.strategy).settings(actor) is actor.fsdp_config:  # others have their own
         yield ""
         yield from other_ways(forecast)
+
+
+def within_budget(forecast: Forecast) -> Iterator[str]:
+    """What a memory budget spares an update, and what it costs."""
+    settings, way = forecast.ways.settings, forecast.asked
+    budget = settings.actor_rollout_ref.actor.engine.activation_memory_budget
+    if budget == 1:
+        return
+    passes, rows = forecast.ways.costs(settings).passes, min(way.micro_batch, forecast.ways.amounts.pairs(way.layout))
+    without, within = passes.parted(rows, 1.0, budget)
+    again = (within.backward - without.backward) / without.forward
+    yield (
+        f"activation_memory_budget={budget:g}: {within.kept / GIB:.1f} GiB between forward and backward in place of "
+        f"{without.kept / GIB:.1f}, and {again:.0%} of a forward's arithmetic again."
+    )
 
 
 def describe(way: Way) -> str:

@@ -99,14 +99,15 @@ class DiffusionEngine(Passes):
         self.host = HostMemory()
         self.compiled = on_gpu(self.common.use_torch_compile, self.device) and not self.shares_samples
         if self.compiled:
+            budget = self.common.activation_memory_budget
             if self._compiles_ahead():
                 mixed = self.dtype if self.dtype != torch.float32 else None
                 rows = lambda: self.whole_units(self.micro_batch_size)  # noqa: E731
-                compile_ahead(self.parts.values(), rows, mixed, self.as_spread())
+                compile_ahead(self.parts.values(), rows, mixed, self.as_spread(), budget)
             if on_gpu(self.common.fused_gelu, self.device):
                 for part in self.parts.values():
                     fuse_gelu(part)
-            compile_blocks(self.parts)
+            compile_blocks(self.parts, budget=budget)
         if self.layout.is_spread:  # a single rank has nothing to share: it trains the module as it is
             self.spread()
         fill_module(self.module, self.model_config, self.device, self.model_dtype, self.weights_from)

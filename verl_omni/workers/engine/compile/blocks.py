@@ -22,8 +22,10 @@ def repeated_blocks(part: torch.nn.Module) -> list[torch.nn.Module]:
     return [m for m in part.modules() if names & {cls.__name__ for cls in type(m).__mro__}]  # FSDP makes it a subclass
 
 
-def compile_blocks(parts: dict[str, torch.nn.Module], backend: str = "inductor") -> None:
+def compile_blocks(parts: dict[str, torch.nn.Module], backend: str = "inductor", budget: float = 1.0) -> None:
     """Compile each repeated block. Kernels are cached on disk, so that the next start finds them.
+
+    `budget`: the share of what they would keep between forward and backward that they may keep.
 
     Gradient or none, adapters on or off, and each kind of block are graphs of their own: dynamo's default limit of 8
     would silently go back to eager. Here the limit is higher, and going over it is an error.
@@ -40,7 +42,7 @@ def compile_blocks(parts: dict[str, torch.nn.Module], backend: str = "inductor")
     for part in parts.values():
         blocks = repeated_blocks(part)
         for block in blocks:
-            block.forward = compiled_by_mode(block, backend)
+            block.forward = compiled_by_mode(block, backend, budget)
         enter_like_the_others(blocks[0])
 
 
@@ -81,19 +83,17 @@ def start_compilers() -> None:
     torch_key()
 
 
-def compiled_by_mode(block: torch.nn.Module, backend: str) -> Callable:
+def compiled_by_mode(block: torch.nn.Module, backend: str, budget: float = 1.0) -> Callable:
     """The block's forward, compiled apart with a gradient, without one, and in 8 bits.
 
     Where dynamo sees a second size it goes on with graphs for any size, which are slower. It remembers sizes by
     function: rollouts of 24 rows and updates on 48 are to be two functions, each with one size.
     """
     forward = type(block).forward
-    options = {"post_grad_custom_pre_pass": computed_once()} if backend == "inductor" else None
+    options = inductor_options(budget) if backend == "inductor" else {}
     compiled = {
         mode: torch.compile(
-            types.MethodType(renamed(forward, mode), block),
-            backend=backend,
-            options=options if mode == "in_fp8" else None,
+            types.MethodType(renamed(forward, mode), block), backend=backend, options=options.get(mode)
         )
         for mode in ("with_gradient", "without_gradient", "in_fp8")
     }
@@ -103,6 +103,16 @@ def compiled_by_mode(block: torch.nn.Module, backend: str) -> Callable:
         return compiled["with_gradient" if torch.is_grad_enabled() else without](*args, **kwargs)
 
     return call
+
+
+def inductor_options(budget: float) -> dict[str, dict[str, Any]]:
+    """By mode, where inductor does something else than by itself."""
+    options = {"in_fp8": {"post_grad_custom_pre_pass": computed_once()}}
+    if budget < 1:
+        from verl_omni.workers.engine.compile.memory_budget import within_budget
+
+        options["with_gradient"] = {"custom_partitioner_fn": within_budget(budget)}
+    return options
 
 
 @functools.cache

@@ -58,6 +58,7 @@ class Job:
     device: torch.device
     autocast: torch.dtype | None
     spread: Spread | None = None
+    budget: float = 1.0
 
 
 class CompileAhead:
@@ -71,8 +72,9 @@ class CompileAhead:
         others: bool,
         threads: int,
         spread: Spread | None = None,
+        budget: float = 1.0,
     ):
-        self.rows, self.autocast, self.others, self.spread = rows, autocast, others, spread
+        self.rows, self.autocast, self.others, self.spread, self.budget = rows, autocast, others, spread, budget
         self.skeleton = skeleton(block)
         self.streams = streams(block)
         command = [sys.executable, "-c", f"from {__name__} import main; main()"]
@@ -96,7 +98,7 @@ class CompileAhead:
             given = by_name(block, args, kwargs)
             sample = given[argument_names(block)[0]]
             call = self._as_in_the_update(given, len(sample))
-            job = Job(self.skeleton, call, sample.device, self.autocast, self.spread)
+            job = Job(self.skeleton, call, sample.device, self.autocast, self.spread, self.budget)
             self.sent = threading.Thread(target=self._send, args=(job,), daemon=True)
             self.sent.start()
 
@@ -152,6 +154,7 @@ def compile_ahead(
     rows: Callable[[], int],
     autocast: torch.dtype | None,
     spread: Spread | None = None,
+    budget: float = 1.0,
 ) -> list[CompileAhead]:
     """One for each kind of block (by the shapes of its weights). Call before blocks are compiled, patched or spread."""
     found: dict[tuple, torch.nn.Module] = {}
@@ -165,7 +168,7 @@ def compile_ahead(
             found.setdefault(kind, block)
     choose_cache()
     threads = max(1, (os.cpu_count() or 1) // (len(found) + 1))
-    return [CompileAhead(block, rows, autocast, others, threads, spread) for block in found.values()]
+    return [CompileAhead(block, rows, autocast, others, threads, spread, budget) for block in found.values()]
 
 
 def skeleton(block: torch.nn.Module) -> torch.nn.Module:
@@ -183,7 +186,7 @@ def run(job: Job, backend: str = "inductor") -> None:
     block = job.block.to_empty(device=job.device).train()
     kwargs = tree_map_only(Input, lambda tensor: tensor.make(job.device), job.kwargs)
     mixed = torch.autocast(job.device.type, job.autocast) if job.autocast else contextlib.nullcontext()
-    block.forward = compiled_by_mode(block, backend)
+    block.forward = compiled_by_mode(block, backend, job.budget)
     if job.spread is not None:
         job.spread(block)
     with mixed:
