@@ -29,6 +29,7 @@ class Amounts:
     copies: int  # of the trained weights: old policy, moving average, frozen policies that are swapped in
     chained: int = 1  # forwards that one pair's gradient goes through
     models: int = 0  # beside the trained one: frozen policies that are modules of their own
+    teachers: int = 0  # on devices of their own
 
     @property
     def keeps_uncond(self) -> bool:
@@ -69,13 +70,15 @@ def amounts(settings: DiffusionTrainerConfig) -> Amounts:
         copies=int(follows_old_policy(arr.model.algorithm, arr.actor)) + bool(arr.actor.ema_decay) + swapped_in,
         chained=chained,
         models=models,
+        teachers=len(teacher_folders(arr.actor.teacher.path)) if arr.actor.teacher.ranks else 0,
     )
 
 
 def _frozen(settings: DiffusionTrainerConfig) -> tuple[int, int]:
-    """Of the folders that a reference and teachers are read from: modules of their own, and what is swapped in."""
+    """Of the folders that a reference and teachers are read from where training is: modules of their own, and what is
+    swapped in."""
     arr = settings.actor_rollout_ref
-    folders = list(teacher_folders(arr.actor.teacher.path).values())
+    folders = [] if arr.actor.teacher.ranks else list(teacher_folders(arr.actor.teacher.path).values())
     if arr.ref.path is not None and not arr.ref.param_offload:
         folders.append(arr.ref.path)
     models = sum(own_config(Path(folder).expanduser(), arr.model) is not None for folder in folders)
