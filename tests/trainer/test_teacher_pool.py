@@ -56,12 +56,10 @@ def two_sources(tmp_path_factory):
 
 
 def taught(run: str, *overrides: str) -> list[str]:
-    return settings(
-        run, f"{ACTOR}.optim.lr=0.01", "data.val_files=null", "trainer.total_training_steps=2", *overrides
-    )
+    return settings(run, f"{ACTOR}.optim.lr=0.01", "data.val_files=null", "trainer.total_training_steps=2", *overrides)
 
 
-@pytest.mark.parametrize("case", ["opd", "opd_forward", "separate"])
+@pytest.mark.parametrize("case", ["opd", "opd_forward", pytest.param("separate", marks=pytest.mark.slow)])
 def test_every_number_is_that_of_teachers_beside_the_student(
     case, tmp_path, monkeypatch, process_group, moved, deeper, two_sources
 ):

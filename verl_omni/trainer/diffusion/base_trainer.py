@@ -106,7 +106,7 @@ class BaseRayDiffusionTrainer(Sampling):
             self.rollouts = drawing.rollouts
             self.reward_loop_manager, self.agent_loop_manager = drawing.rewards, drawing.agents
             processes.listen(config, self.rollouts)
-        processes.load_models(self.actor_wg, self.teachers, self.rollouts)
+        processes.load_models(self.actor_wg, self.rollouts, self.teachers)
 
     def shutdown(self) -> None:
         for manager in (self.agent_loop_manager, self.reward_loop_manager, self.rollouts):

@@ -83,9 +83,7 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
 
     # ---- update --------------------------------------------------------------------------------------
 
-    def _update_on_noise_levels(
-        self, batch: DataProto, asked: set[str], timing: dict[str, float]
-    ) -> dict[str, float]:
+    def _update_on_noise_levels(self, batch: DataProto, asked: set[str], timing: dict[str, float]) -> dict[str, float]:
         """Optimizer steps over (sample, noise level) rows, the same ones whatever the number of ranks."""
         actor, size = self.config.actor_rollout_ref.actor, self.loss_fn.rows_per_unit
         if len(batch) % size:

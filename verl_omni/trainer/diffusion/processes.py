@@ -123,7 +123,7 @@ def listen(config: DictConfig, rollouts: EmbeddedRollouts | ServerRollouts) -> N
 
 
 def load_models(
-    training: Any, teachers: Teachers | None, rollouts: EmbeddedRollouts | ServerRollouts | None
+    training: Any, rollouts: EmbeddedRollouts | ServerRollouts | None, teachers: Teachers | None = None
 ) -> None:
     """In all processes at once. A rollout server that cannot start is told before training has loaded."""
     groups = [training] if teachers is None else [training, teachers.workers]
