@@ -535,6 +535,25 @@ def test_a_model_of_ones_own_beside_a_lora_is_counted(tmp_path):
     assert teachers == whole | swapped
     away = held(f"{reference}.path={model}", f"{reference}.param_offload=true")
     assert away == plain
+    apart = held(f"{ACTOR}.teacher.path={model}", f"{ACTOR}.teacher.n_gpus_per_node=2")
+    assert apart == plain
+
+
+def test_teachers_on_devices_of_their_own_are_a_stage(tmp_path):
+    """Two whole models on three devices, in the dtype of the computation; training has none of them."""
+    model = tiny_checkpoint()
+    two = f"{ACTOR}.teacher.path={{jpeg_compressibility: {model}, other: {model}}}"
+    apart = (f"{ACTOR}.teacher.n_gpus_per_node=3", "data.train_batch_size=12")
+    given = overrides_of(tmp_path, model, f"{MODEL}.lora_rank=4", two, *apart)
+    found = forecast(composed(*given), gpus=4)
+    assert (found.layout.world, found.gpus) == (1, 4)
+    costs = found.ways.costs(found.ways.settings)
+    (stage,) = (stage for stage in found.asked.stages if stage.name == "teacher")
+    base = costs.weights.numel - costs.weights.trained
+    assert stage.device["weights"] == 2 * base * costs.dtype.itemsize / 3
+    assert "one trains, all draw, 3 hold teachers." in text(found)
+    with pytest.raises(ValueError, match="--gpus=3: 3 of them hold teachers, and none is left to train"):
+        forecast(composed(*given), gpus=3)
 
 
 @pytest.mark.parametrize(

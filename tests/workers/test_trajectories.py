@@ -8,9 +8,17 @@ import torch
 from verl.protocol import DataProto
 
 from verl_omni.utils.arrays import object_array
+from verl_omni.workers import columns
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.server import was_started_again
-from verl_omni.workers.rollout.trajectories import COLUMN, TrajectoryRef, TrajectoryStore, in_two_parts
+from verl_omni.workers.rollout.trajectories import (
+    COLUMN,
+    Several,
+    TrajectoryRef,
+    TrajectoryStore,
+    in_two_parts,
+    with_more,
+)
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +98,21 @@ def test_what_another_process_drew_is_fetched_once(cluster):
     assert store.batch(data)["ref_prev_sample_mean"][0].shape == (1, 3)
     store.release("e2")
     assert not store.rows
+
+
+def test_another_process_replays_samples_and_gives_back_what_it_finds(cluster):
+    """Of two samples of two requests each; what is compared with stays where it is."""
+    here, there = TrajectoryStore(), TrajectoryStore()
+    parts = [here.keep(f"e0/{i}", drawn(float(i))).reference for i in range(4)]
+    rows = object_array([Several((parts[0], parts[1])), Several((parts[2], parts[3]))])
+    own = DataProto(non_tensor_batch={COLUMN: rows})
+    here.add(own, {"ref_prev_sample_mean": torch.zeros(2, 2, 3)})
+    lent = DataProto(non_tensor_batch={COLUMN: here.lent(own, columns.is_replayed)})
+    seen = there.batch(lent)
+    assert set(seen) == {"all_latents", "prompt_embeds"}
+    assert seen["all_latents"][torch.arange(4)][:, 0, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
+    there.add(lent, {"teacher_prev_sample_mean": torch.tensor([[[5.0], [6.0]], [[7.0], [8.0]]])})
+    answers = there.lent(lent, lambda name: name.startswith("teacher_"))
+    found = here.batch(DataProto(non_tensor_batch={COLUMN: with_more(rows, answers)}))
+    assert found["teacher_prev_sample_mean"][torch.arange(4)].flatten().tolist() == [5.0, 6.0, 7.0, 8.0]
+    assert {"ref_prev_sample_mean", "all_latents"} <= set(found)

@@ -43,6 +43,8 @@ ALONE = {
     f"{FSDP}.ulysses_sequence_parallel_size": 1,
     f"{ARR}actor.veomni_config.fsdp_size": -1,
     f"{ARR}actor.veomni_config.ulysses_parallel_size": 1,
+    f"{ARR}actor.teacher.n_gpus_per_node": None,
+    f"{ARR}actor.teacher.nnodes": None,
     f"{ARR}actor.engine.use_torch_compile": False,
     f"{ARR}actor.engine.compile_ahead": None,
     f"{ROLLOUT}.name": "diffusers",

@@ -5,6 +5,7 @@ from typing import Any
 
 from verl_omni.config.knob import (
     MOST_NODES,
+    MOST_PROCESSES,
     MOST_PROMPTS,
     MOST_SEED,
     MOST_STEPS,
@@ -26,6 +27,7 @@ DTYPES = ("float32", "bfloat16")
 # A loss would have to be scaled, and the scale be found anew whenever it overflows.
 NOT_DTYPES = {"float16": "small gradients become 0 in its range; bfloat16 is as fast and has float32's"}
 TEACHER = "actor_rollout_ref.actor.teacher.path"
+TEACHER_POOL = "actor_rollout_ref.actor.teacher.n_gpus_per_node"
 CONTENTS = ("model", "optimizer", "extra", "export")
 # torch.optim's, but for those that need a closure (LBFGS), sparse gradients (SparseAdam) or matrices only (Muon), or
 # have no weight decay (Rprop)
@@ -230,6 +232,23 @@ class TeacherConfig:
         least=0,
         needs=TEACHER,
     )
+    n_gpus_per_node: int | None = knob(
+        None,
+        "whole models only: devices on each node that hold the teachers and nothing else (on a CPU: processes); null: "
+        "the training workers hold them",
+        least=1,
+        most=MOST_PROCESSES,
+        needs=TEACHER,
+        may_change=True,
+    )
+    nnodes: int | None = knob(
+        None, "nodes with such devices; null: 1", least=1, most=MOST_NODES, needs=TEACHER_POOL, may_change=True
+    )
+
+    @property
+    def ranks(self) -> int:
+        """Processes that hold teachers and nothing else."""
+        return (self.n_gpus_per_node or 0) * (self.nnodes or 1)
 
 
 @dataclass

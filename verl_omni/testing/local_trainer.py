@@ -7,6 +7,7 @@ import asyncio
 import os
 import uuid
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from verl_omni.trainer.diffusion.direct_preference_trainer import DirectPreferen
 from verl_omni.trainer.diffusion.policy_gradient_trainer import PolicyGradientRayTrainer
 from verl_omni.trainer.diffusion.processes import listen, set_schedule_length
 from verl_omni.trainer.diffusion.rollouts import EmbeddedRollouts, ServerRollouts
+from verl_omni.trainer.diffusion.teaching import Teachers
 from verl_omni.trainer.resources import choose_device
 from verl_omni.utils.background import start, wait_for
 from verl_omni.workers.diffusion_worker import DiffusionWorker
@@ -34,6 +36,7 @@ from verl_omni.workers.rollout import server_class
 from verl_omni.workers.rollout.base import RolloutOutput
 from verl_omni.workers.rollout.server import RolloutServer
 from verl_omni.workers.rollout.trajectories import TrajectoryStore, by_reference, large_part
+from verl_omni.workers.teacher_worker import TeacherWorker
 
 TRAINERS = {"policy_gradient": PolicyGradientRayTrainer, "direct_preference": DirectPreferenceRayTrainer}
 
@@ -77,7 +80,13 @@ class _LocalWorkers:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         worker = worker_class(config)(config)
         worker.init_model()
-        self.actor_wg, self.reward_loop_manager = _LocalGroup(worker), None
+        self.actor_wg, self.reward_loop_manager, self.teachers = _LocalGroup(worker), None, None
+        if config.actor_rollout_ref.actor.teacher.n_gpus_per_node:
+            teacher = TeacherWorker(config)
+            teacher.init_model()
+            for one in (worker, teacher):
+                one.trajectories = _LocalTrajectories(one.trajectories.on_host)
+            self.teachers = Teachers(_LocalGroup(teacher), self.actor_wg)
         if config.actor_rollout_ref.hybrid_engine:
             self.rollouts, servers = _LocalRollouts(self.actor_wg, self.layout), [_Handle(worker)]
         else:
@@ -167,8 +176,13 @@ class _LocalServer(RolloutServer):
 
 
 class _LocalTrajectories(TrajectoryStore):
-    def fetch(self, stored: list[asyncio.Future]) -> list[dict[str, torch.Tensor]]:
+    def fetch(self, stored: list[asyncio.Future | Future]) -> list[dict[str, torch.Tensor]]:
         return [part.result() for part in stored]
+
+    def store(self, row: dict[str, torch.Tensor]) -> Future:
+        stored = Future()
+        stored.set_result(row)
+        return stored
 
 
 class _LocalAgentLoops(DiffusionAgentLoopManager):

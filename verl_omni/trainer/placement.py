@@ -17,7 +17,7 @@ from verl_omni.rewards.choice import read_choices
 from verl_omni.rewards.judge import JUDGE
 from verl_omni.rewards.pool import scorer_pool
 
-TRAINING, SERVERS = "training", "rollout servers"
+TRAINING, SERVERS, TEACHERS = "training", "rollout servers", "teachers"
 # verl's own number of processes that may share a training GPU: each is told a part of it, and the pool holds it whole.
 COLOCATED = 3
 
@@ -71,6 +71,7 @@ class Room:
 def all_wanted(config: DictConfig) -> list[Wanted]:
     """Everything that a run places."""
     trainer, rollout, judge = config.trainer, config.actor_rollout_ref.rollout, config.reward.reward_model
+    teacher = config.actor_rollout_ref.actor.teacher
     gpu = 1 if config.trainer.device == "cuda" else 0
     found = [
         Wanted(
@@ -87,6 +88,9 @@ def all_wanted(config: DictConfig) -> list[Wanted]:
     if not config.actor_rollout_ref.hybrid_engine:
         servers = (rollout.n_gpus_per_node or 1,) * (rollout.nnodes or 1)
         found.append(Wanted(SERVERS, "rollout.n_gpus_per_node", servers, gpu, 1, apart=True))
+    if teacher.n_gpus_per_node:
+        each = (teacher.n_gpus_per_node,) * (teacher.nnodes or 1)
+        found.append(Wanted(TEACHERS, "actor.teacher.n_gpus_per_node", each, gpu, 1, apart=True))
     if judge.enable:
         gpus = judge.n_gpus_per_node if judge.enable_resource_pool else 0
         found.append(Wanted(JUDGE, "reward.reward_model.n_gpus_per_node", (1,) * judge.nnodes, gpus))

@@ -101,6 +101,12 @@ def of(name: str) -> Column:
     return DECLARED.get(name) or Column(name, "model or loss", "model or loss")
 
 
+def is_replayed(name: str) -> bool:
+    """Whether another policy needs it for its forwards of a stored sample. What the one that drew found is its own."""
+    column = of(name)
+    return column.read_by != "loss" and column.per != "token" and name != "uncond_velocity"
+
+
 def check_drawn(names: Iterable[str]) -> None:
     """Refuse what an engine brings along with a sample and nobody has declared: nobody would read it."""
     for name in names:

@@ -26,7 +26,7 @@ from verl.single_controller.base.decorator import (
 from verl.utils.device import get_torch_device
 
 import verl_omni.utils.cpu_platform  # noqa: F401  (before verl asks for a platform)
-from verl_omni.algorithms.forward_process import anchor_policies, follows_old_policy
+from verl_omni.algorithms.forward_process import TEACHER, anchor_policies, follows_old_policy
 from verl_omni.algorithms.registry import get_algorithm
 from verl_omni.config import (
     DiffusionActorConfig,
@@ -43,6 +43,7 @@ from verl_omni.workers.engine.compile.clock import clock
 from verl_omni.workers.engine.metrics import is_maximum
 from verl_omni.workers.engine.micro_batch import find_micro_batch
 from verl_omni.workers.engine.module import quiet_loading
+from verl_omni.workers.engine.protocol import TrainingEngine
 from verl_omni.workers.engine.registry import REPLAYS, engine_class
 from verl_omni.workers.engine.teachers import keep_teachers, teacher_folders, teacher_name
 from verl_omni.workers.first_ratio import COMPARED, check_first_ratio
@@ -52,7 +53,13 @@ from verl_omni.workers.old_log_probs import OldLogProbs, choose_old_log_probs
 from verl_omni.workers.process_group import join_process_group
 from verl_omni.workers.rollout import engine_class as rollout_class
 from verl_omni.workers.rollout.base import RolloutOutput
-from verl_omni.workers.rollout.trajectories import TrajectoryStore, in_two_parts, requests_a_sample, unfolded
+from verl_omni.workers.rollout.trajectories import (
+    COLUMN,
+    TrajectoryStore,
+    in_two_parts,
+    requests_a_sample,
+    unfolded,
+)
 from verl_omni.workers.rollout.under_way import UnderWay
 from verl_omni.workers.transfer.weights import Name, SentWeights, StoredWeights, store_in_buckets
 
@@ -88,15 +95,7 @@ class DiffusionWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @names_memory_knobs("loading of the model")
     def init_model(self) -> None:
-        engine = engine_class(self.actor_config.strategy)
-        self.engine = engine(
-            model_config=self.model_config,
-            engine_config=engine.settings(self.actor_config),
-            optimizer_config=self.actor_config.optim,
-            checkpoint_config=self.actor_config.checkpoint,
-            replay=REPLAYS[self.config.algorithm.trainer_type],
-            common=self.actor_config.engine,
-        )
+        self.engine = self._new_engine()
         asked = self.actor_config.ppo_micro_batch_size_per_gpu
         self.engine.finds_micro_batch = asked == AUTO
         self.engine.micro_batch_size = 0 if asked == AUTO else asked
@@ -114,7 +113,9 @@ class DiffusionWorker(Worker):
         if self.loss_function.needs_reference:
             own = {} if self.ref_config.path is None else {"path": self.ref_config.path}
             self.engine.keep_reference(self.ref_config.param_offload, **own)
-        if self.loss_function.needs_teacher:
+        if self.actor_config.teacher.ranks:  # others ask them, and hand on what they say
+            self.anchors = {name: policy for name, policy in self.anchors.items() if policy != TEACHER}
+        elif self.loss_function.needs_teacher:
             keep_teachers(self.engine, self.actor_config.teacher.path)
         if follows_old_policy(self.model_config.algorithm, self.actor_config):
             self.engine.keep_old()
@@ -124,6 +125,18 @@ class DiffusionWorker(Worker):
             self.rollout = rollout_class(self.rollout_config.name).beside(
                 self.engine, self.rollout_config, self.model_config
             )
+
+    def _new_engine(self) -> TrainingEngine:
+        """As the settings have it, and not built."""
+        engine = engine_class(self.actor_config.strategy)
+        return engine(
+            model_config=self.model_config,
+            engine_config=engine.settings(self.actor_config),
+            optimizer_config=self.actor_config.optim,
+            checkpoint_config=self.actor_config.checkpoint,
+            replay=REPLAYS[self.config.algorithm.trainer_type],
+            common=self.actor_config.engine,
+        )
 
     def _say_place(self) -> None:
         """Which rows are this rank's, to verl's dispatch."""
@@ -282,8 +295,14 @@ class DiffusionWorker(Worker):
     @register(dispatch_mode=BY_ROWS)
     @names_memory_knobs("teacher's pass")
     def compute_teacher_means(self, data: DataProto) -> DataProto:
-        """Means of the stored steps under the teacher of each row. Every rank asks all of them: none waits for it."""
+        """Means of the stored steps under the teacher of each row."""
         self._find_micro_batch(data)
+        means = self._teacher_means(data)
+        self._count_flops("teacher")
+        return self._per_step(data, teacher_prev_sample_mean=means)
+
+    def _teacher_means(self, data: DataProto) -> torch.Tensor | columns.Ragged:
+        """Every rank asks all teachers: none waits for it."""
         batch, means = self._batch(data), None
         batch.pop("uncond_velocity", None)  # the policy's, not the teacher's
         size, steps = self.ref_config.log_prob_micro_batch_size_per_gpu, data.batch["all_timesteps"].shape[1]
@@ -292,8 +311,12 @@ class DiffusionWorker(Worker):
             with self.engine.eval_mode(), self.engine.policy(teacher_name(number)):
                 found = self.engine.infer_batch(batch, micro_batch_size=size)["model_output"]["prev_sample_mean"]
             means = found if means is None else _where(own == number, found, means)
-        self._count_flops("teacher")
-        return self._per_step(data, teacher_prev_sample_mean=means)
+        return means
+
+    @register(dispatch_mode=BY_ROWS)
+    def lend(self, data: DataProto) -> DataProto:
+        """Where another process finds what a policy's forwards of these samples need."""
+        return DataProto(non_tensor_batch={COLUMN: self.trajectories.lent(data, columns.is_replayed)})
 
     def _find_micro_batch(self, data: DataProto) -> None:
         """Where the user leaves it to a trial: before the first pass over samples, whichever it is."""

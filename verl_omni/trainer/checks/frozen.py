@@ -81,15 +81,16 @@ def check_weights(settings: DiffusionTrainerConfig) -> None:
     if arr.ref.path is not None:
         _check_fit(f"{REF}.path", arr.ref.path, arr.model)
     for folder in teacher_folders(arr.actor.teacher.path).values():
-        _check_fit(SETTING, folder, arr.model)
+        _check_fit(SETTING, folder, arr.model, alone=arr.actor.teacher.ranks > 0)
 
 
-def _check_fit(setting: str, path: str, model: DiffusionModelConfig) -> None:
-    from verl_omni.workers.engine.frozen import own_config, stored
+def _check_fit(setting: str, path: str, model: DiffusionModelConfig, alone: bool = False) -> None:
+    """`alone`: nothing that is trained is there, whose place it could take."""
+    from verl_omni.workers.engine.frozen import own_config, stored, whole_config
     from verl_omni.workers.engine.module import build_module
 
     folder = Path(path).expanduser()
-    config = own_config(folder, model)
+    config = whole_config(folder, model) if alone else own_config(folder, model)
     adapter = DiffusionModelBase.get_class(model)
     if adapter.loads_whole():
         if config is not None:

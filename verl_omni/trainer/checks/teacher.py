@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from verl_omni.algorithms.registry import get_diffusion_loss_fn
+from verl_omni.config.actor import AUTO
 from verl_omni.config.schema import DiffusionTrainerConfig
 from verl_omni.trainer.checks.frozen import check_folder
 
@@ -36,3 +37,38 @@ def check_teacher(settings: DiffusionTrainerConfig) -> None:
         raise ValueError(f"{WHERE}.path={teacher.path}: expected a folder, or {{data_source: folder}} for several")
     for folder in teacher_folders(teacher.path).values():
         check_folder(f"{WHERE}.path", Path(str(folder)).expanduser(), arr.model)
+    if teacher.n_gpus_per_node is not None:
+        _check_own_devices(settings)
+
+
+def _check_own_devices(settings: DiffusionTrainerConfig) -> None:
+    """There is something to hold there, an engine that can, and rows for each."""
+    from verl_omni.workers.engine.frozen import is_model
+    from verl_omni.workers.engine.teachers import teacher_folders
+
+    arr, teacher = settings.actor_rollout_ref, settings.actor_rollout_ref.actor.teacher
+    shown = f"{WHERE}.n_gpus_per_node={teacher.n_gpus_per_node}"
+    for folder in teacher_folders(teacher.path).values():
+        if not is_model(Path(str(folder)).expanduser(), arr.model):
+            raise ValueError(
+                f"{shown} is for whole models, and {folder} is an adapter, which costs the training workers no second "
+                "model: leave it out"
+            )
+    if arr.actor.strategy != "fsdp2":
+        raise ValueError(
+            f"{shown}: teachers on devices of their own are held by actor_rollout_ref.actor.strategy=fsdp2, and not by "
+            f"{arr.actor.strategy}: set it, or leave {WHERE}.n_gpus_per_node out"
+        )
+    if arr.rewriter.path is not None:
+        raise ValueError(f"{shown} does not go with actor_rollout_ref.rewriter.path: leave one of the two out")
+    if arr.actor.ppo_micro_batch_size_per_gpu == AUTO and arr.ref.log_prob_micro_batch_size_per_gpu is None:
+        raise ValueError(
+            f"{shown}: actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=auto is found where training is; set "
+            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu for the teachers"
+        )
+    images = settings.data.train_batch_size * arr.rollout.n
+    if images % teacher.ranks:
+        raise ValueError(
+            f"data.train_batch_size * actor_rollout_ref.rollout.n = {images} images do not divide among the "
+            f"{teacher.ranks} devices of {WHERE}.n_gpus_per_node * nnodes"
+        )

@@ -99,13 +99,14 @@ class BaseRayDiffusionTrainer(Sampling):
         self.actor_wg = processes.start_workers(
             config, device, self.role_worker_mapping, pools, self.ray_worker_group_cls
         )
+        self.teachers = processes.start_teachers(config, device, pools, self.ray_worker_group_cls, self.actor_wg)
         self.reward_loop_manager = self.agent_loop_manager = self.rollouts = None
         if self.online:
             drawing = processes.start_drawing(config, device, pools, self.actor_wg, self.layout, self.timeline)
             self.rollouts = drawing.rollouts
             self.reward_loop_manager, self.agent_loop_manager = drawing.rewards, drawing.agents
             processes.listen(config, self.rollouts)
-        processes.load_models(self.actor_wg, self.rollouts)
+        processes.load_models(self.actor_wg, self.rollouts, self.teachers)
 
     def shutdown(self) -> None:
         for manager in (self.agent_loop_manager, self.reward_loop_manager, self.rollouts):
@@ -254,6 +255,7 @@ class BaseRayDiffusionTrainer(Sampling):
 
     @property
     def _devices(self) -> int:
-        """That train, and that draw where those are others."""
-        separate = self.online and not self.config.actor_rollout_ref.hybrid_engine
-        return self.layout.world + (self.num_servers if separate else 0)
+        """That train, and that draw or hold teachers where those are others."""
+        arr = self.config.actor_rollout_ref
+        separate = self.online and not arr.hybrid_engine
+        return self.layout.world + (self.num_servers if separate else 0) + arr.actor.teacher.ranks

@@ -59,8 +59,7 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
         metrics = dict(trained.meta_info.get("metrics", {}))
         metrics["training/skipped_updates"] = float(len(trained) == 0)
         if len(trained):
-            with timer(timing, "update_actor"):
-                metrics |= self._update_on_noise_levels(trained, asked=set(trained.batch.keys()) - known)
+            metrics |= self._update_on_noise_levels(trained, set(trained.batch.keys()) - known, timing)
         if self.old_policy_follows:
             metrics |= self._move_old_policy()
         return batch, metrics
@@ -84,7 +83,7 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
 
     # ---- update --------------------------------------------------------------------------------------
 
-    def _update_on_noise_levels(self, batch: DataProto, asked: set[str]) -> dict[str, float]:
+    def _update_on_noise_levels(self, batch: DataProto, asked: set[str], timing: dict[str, float]) -> dict[str, float]:
         """Optimizer steps over (sample, noise level) rows, the same ones whatever the number of ranks."""
         actor, size = self.config.actor_rollout_ref.actor, self.loss_fn.rows_per_unit
         if len(batch) % size:
@@ -103,30 +102,45 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
         sizes = [tuple(row) for row in batch.batch["size"][first].tolist()] if "size" in batch.batch.keys() else None
         levels = self._noise_levels(len(first), sizes)
         batch.batch.update({k: v[alike] for k, v in levels.items()})
-        order, share, sizes = deal_units(
-            units,
-            mini_batches=self.config.data.train_batch_size // actor.ppo_mini_batch_size,
-            ranks=self.layout.data,
-            seed=self._seed("mini-batches") if actor.shuffle else None,
-            group=group,
-        )
-        rows = (order[:, None] * size + torch.arange(size)).reshape(-1)
         kept = columns.for_training(batch.batch.keys(), asked)
         references = [COLUMN] if COLUMN in batch.non_tensor_batch else []
-        dealt = columns.note_mixed(batch.select(batch_keys=kept, non_tensor_batch_keys=references))[rows]
-        dealt.batch["share"] = (share / size).repeat_interleave(size)
-        dealt.meta_info = {
-            "num_mini_batches": len(sizes),
-            "mini_batch_rows": [n * size for n in sizes],
-            "epochs": actor.ppo_epochs,
-        }
+        whole = columns.note_mixed(batch.select(batch_keys=kept, non_tensor_batch_keys=references))
+        if self.teachers is not None:
+            with timer(timing, "teacher"):
+                dealt, rows = self._dealt(whole, units, group, self.teachers.ranks)
+                whole.non_tensor_batch[COLUMN] = whole.non_tensor_batch[COLUMN].copy()
+                whole.non_tensor_batch[COLUMN][rows] = self.teachers.ask(dealt)
+        dealt, rows = self._dealt(whole, units, group, self.layout.data)
         if told is not None:
             dealt.meta_info["told"] = told
         if self.pace.overlaps:  # the weights have moved on since they drew these samples
             versions = [int(version) for version in batch.non_tensor_batch["version"]]
             dealt.batch["drawn_by"] = torch.tensor(versions)[rows]
             dealt.meta_info |= {"stale": True, "versions": sorted(set(versions))}
-        return self.actor_wg.update_actor(dealt)[0]
+        with timer(timing, "update_actor"):
+            return self.actor_wg.update_actor(dealt)[0]
+
+    def _dealt(
+        self, batch: DataProto, units: int, group: torch.Tensor | None, ranks: int
+    ) -> tuple[DataProto, torch.Tensor]:
+        """(the rows of each of so many ranks, one after the other; which of the batch they are)."""
+        actor, size = self.config.actor_rollout_ref.actor, self.loss_fn.rows_per_unit
+        order, share, sizes = deal_units(
+            units,
+            mini_batches=self.config.data.train_batch_size // actor.ppo_mini_batch_size,
+            ranks=ranks,
+            seed=self._seed("mini-batches") if actor.shuffle else None,
+            group=group,
+        )
+        rows = (order[:, None] * size + torch.arange(size)).reshape(-1)
+        dealt = batch[rows]
+        dealt.batch["share"] = (share / size).repeat_interleave(size)
+        dealt.meta_info = {
+            "num_mini_batches": len(sizes),
+            "mini_batch_rows": [n * size for n in sizes],
+            "epochs": actor.ppo_epochs,
+        }
+        return dealt, rows
 
     def _noise_levels(self, units: int, sizes: list[tuple] | None) -> dict[str, torch.Tensor]:
         """Noise levels, and the seeds of the noise, of this step: they depend on seed, step and unit alone.

@@ -80,10 +80,12 @@ class PolicyGradientRayTrainer(BaseRayDiffusionTrainer):
 
     def _taught(self, batch: DataProto) -> DataProto:
         """With the means of each row's teacher, that of its data_source."""
-        batch = number_teachers(batch, self.config.actor_rollout_ref.actor.teacher.path)
-        found = self.actor_wg.compute_teacher_means(self._for_training(batch))
+        rows = self._for_training(number_teachers(batch, self.config.actor_rollout_ref.actor.teacher.path))
         batch.batch.pop("teacher")
-        return batch.union(found)
+        if self.teachers is None:
+            return batch.union(self.actor_wg.compute_teacher_means(rows))
+        batch.non_tensor_batch[COLUMN] = self.teachers.ask(rows)
+        return batch
 
     def _correct(
         self, whole: DataProto, batch: DataProto, scored: torch.Tensor, kept: torch.Tensor

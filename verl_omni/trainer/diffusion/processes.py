@@ -16,10 +16,12 @@ from verl_omni.agent_loop.manager import DiffusionAgentLoopManager
 from verl_omni.report.timeline import Timeline
 from verl_omni.rewards.reward_loop import RewardLoopManager
 from verl_omni.trainer.diffusion.rollouts import EmbeddedRollouts, ServerRollouts, by_checkpoint_engine, start_servers
+from verl_omni.trainer.diffusion.teaching import Teachers
 from verl_omni.trainer.failures import know
-from verl_omni.trainer.placement import SERVERS, Placement
+from verl_omni.trainer.placement import SERVERS, TEACHERS, Placement
 from verl_omni.trainer.resources import busy_at_once, rendezvous_ports, worker_environment
 from verl_omni.workers.layout import Layout
+from verl_omni.workers.teacher_worker import TeacherWorker
 
 WorkerClasses = dict[Role, type[Worker]]
 
@@ -38,6 +40,24 @@ def start_workers(
     )
     know("model worker", workers.workers)
     return workers
+
+
+def start_teachers(
+    config: DictConfig, device: str, pools: Placement, group: type[RayWorkerGroup], training: RayWorkerGroup
+) -> Teachers | None:
+    """Those that hold teachers and nothing else, where such are asked for; they have not loaded them yet."""
+    count = config.actor_rollout_ref.actor.teacher.n_gpus_per_node
+    if count is None:
+        return None
+    workers = group(
+        resource_pool=pools.resource_pool_dict[TEACHERS],
+        ray_cls_with_init=RayClassWithInitArgs(ray.remote(TeacherWorker), config=config),
+        device_name=device,
+        worker_env=worker_environment(device, busy_at_once(config, count), config.ray.address),
+        master_port_range=rendezvous_ports(),
+    )
+    know("teacher", workers.workers)
+    return Teachers(workers, training)
 
 
 class Ranks(RayWorkerGroup):
@@ -102,11 +122,13 @@ def listen(config: DictConfig, rollouts: EmbeddedRollouts | ServerRollouts) -> N
         rollouts.listen(port)
 
 
-def load_models(workers: Any, rollouts: EmbeddedRollouts | ServerRollouts | None) -> None:
+def load_models(
+    training: Any, rollouts: EmbeddedRollouts | ServerRollouts | None, teachers: Teachers | None = None
+) -> None:
     """In all processes at once. A rollout server that cannot start is told before training has loaded."""
-    training = workers.execute_all_async("init_model")
+    groups = [training] if teachers is None else [training, teachers.workers]
     servers = [] if rollouts is None else rollouts.loading()
-    waiting = [*training, *servers]
+    waiting = [*(loading for group in groups for loading in group.execute_all_async("init_model")), *servers]
     while waiting:
         (done,), waiting = ray.wait(waiting)
         with contextlib.suppress(ActorUnavailableError) if done in servers else contextlib.nullcontext():

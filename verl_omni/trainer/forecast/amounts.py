@@ -35,6 +35,7 @@ class Amounts:
     models: int = 0  # beside the trained one: frozen policies that are modules of their own
     keeps_means: bool = False  # those that drew
     validates: bool = False
+    teachers: int = 0  # on devices of their own
 
     @property
     def keeps_uncond(self) -> bool:
@@ -81,13 +82,15 @@ def amounts(settings: DiffusionTrainerConfig) -> Amounts:
         models=models,
         validates=asked and bool(trainer.val_before_train or trainer.test_freq or trainer.val_only),
         keeps_means=stored > 0 and loss.keeps_means(arr.ref.precision),
+        teachers=len(teacher_folders(arr.actor.teacher.path)) if arr.actor.teacher.ranks else 0,
     )
 
 
 def _frozen(settings: DiffusionTrainerConfig) -> tuple[int, int]:
-    """Of the folders that a reference and teachers are read from: modules of their own, and what is swapped in."""
+    """Of the folders that a reference and teachers are read from where training is: modules of their own, and what is
+    swapped in."""
     arr = settings.actor_rollout_ref
-    folders = list(teacher_folders(arr.actor.teacher.path).values())
+    folders = [] if arr.actor.teacher.ranks else list(teacher_folders(arr.actor.teacher.path).values())
     if arr.ref.path is not None and not arr.ref.param_offload:
         folders.append(arr.ref.path)
     models = sum(own_config(Path(folder).expanduser(), arr.model) is not None for folder in folders)

@@ -34,8 +34,12 @@ class Forecast:
         over = [stage.name for stage in self.asked.stages if not self.card.holds(stage.peak)]
         return {name: helps(self.ways, self.layout, name) for name in over}
 
+    @property
+    def teaching(self) -> int:
+        return self.ways.settings.actor_rollout_ref.actor.teacher.ranks
+
     def all(self) -> list[Way]:
-        return self.ways.all(self.gpus)
+        return self.ways.all(self.gpus - self.teaching)
 
 
 def forecast(
@@ -67,20 +71,23 @@ def forecast(
     timed = rates(gpu, settings.actor_rollout_ref.model.architecture, ways.costs(settings).weights.numel)
     ways.card = card = dataclasses.replace(card, rates=timed)
     asked = ways.asked(layout)
-    return Forecast(ways, layout, asked, layout.world + asked.servers, card, gpu.upper())
+    gpus = layout.world + asked.servers + settings.actor_rollout_ref.actor.teacher.ranks
+    return Forecast(ways, layout, asked, gpus, card, gpu.upper())
 
 
 def share_out(config: DictConfig, gpus: int) -> None:
-    """`--gpus` of them train, but for those that the settings give to rollout servers."""
-    rollout = config.actor_rollout_ref.rollout
+    """`--gpus` of them train, but for those that the settings give to rollout servers and to teachers."""
+    rollout, teacher = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.teacher
     servers = 0
     if config.trainer.mode != "colocated" or not config.actor_rollout_ref.hybrid_engine:
         servers = (rollout.n_gpus_per_node or config.rollout.n_gpus_per_node or 1) * (
             rollout.nnodes or config.rollout.nnodes or 1
         )
-    training = gpus - servers
+    teaching = (teacher.n_gpus_per_node or 0) * (teacher.nnodes or 1)
+    training = gpus - servers - teaching
     if training < 1:
-        raise ValueError(f"--gpus={gpus}: {servers} of them draw, and none is left to train")
+        others = " and ".join(f"{n} of them {do}" for n, do in ((servers, "draw"), (teaching, "hold teachers")) if n)
+        raise ValueError(f"--gpus={gpus}: {others}, and none is left to train")
     nodes = 1 if training <= GPUS_A_NODE else training // GPUS_A_NODE
     if training % nodes or training // nodes > GPUS_A_NODE:
         raise ValueError(f"--gpus={gpus}: expected up to {GPUS_A_NODE} that train, or a multiple of it")

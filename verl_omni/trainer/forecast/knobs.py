@@ -62,7 +62,7 @@ def _changes(settings: DiffusionTrainerConfig, stage: str) -> Iterator[dict[str,
             yield {GATHER: "blocks"}
         if stage == "rollout":
             yield {f"{ROLLOUT}.share_samples": True}
-    if stage == "reference":
+    if stage in ("reference", "teacher"):
         rows = arr.ref.log_prob_micro_batch_size_per_gpu or arr.actor.ppo_micro_batch_size_per_gpu
         yield from _halved(f"{REF}.log_prob_micro_batch_size_per_gpu", rows)
     if stage == "update":

@@ -37,6 +37,17 @@ class Stage:
         return sum(self.device.values())
 
 
+def passing(costs: ModelCosts) -> float:
+    """Bytes of what ranks that share a model gather while its blocks run one after the other."""
+    itemsize = costs.dtype.itemsize
+    return GATHERED * costs.weights.largest_block(itemsize) + costs.weights.around(itemsize)
+
+
+def whole_model(costs: ModelCosts, lora_rank: int) -> float:
+    """Bytes of a second model in the dtype of the computation, taken to be as large as the trained one."""
+    return (costs.weights.numel - (costs.weights.trained if lora_rank else 0)) * costs.dtype.itemsize
+
+
 class RankMemory:
     """Of one training rank: what it holds all the time, and what each stage adds."""
 
@@ -66,8 +77,8 @@ class RankMemory:
         if copies and not engine.param_offload:
             found["reference and other policies"] = trained * copies
         if self.amounts.models and not engine.param_offload:
-            base = self.weights.numel - (self.weights.trained if self.model.lora_rank else 0)
-            found["models of your own"] = self.amounts.models * base * self.itemsize / self.parts
+            one = whole_model(self.costs, self.model.lora_rank)
+            found["models of your own"] = self.amounts.models * one / self.parts
         if self.amounts.draws and not self.servers:
             found["VAE"] = self.costs.vae_bytes
             if not self.rollout.encoder_offload:
@@ -118,12 +129,8 @@ class RankMemory:
             return {}
         trains = engine_class(self.actor.strategy)
         whole = not trains.frees_gathered(trains.settings(self.actor))
-        blocks = self.weights.gathered(self.itemsize) if whole else self._passing
+        blocks = self.weights.gathered(self.itemsize) if whole else passing(self.costs)
         return {"gathered blocks": blocks}
-
-    @property
-    def _passing(self) -> float:
-        return GATHERED * self.weights.largest_block(self.itemsize) + self.weights.around(self.itemsize)
 
     # ---- the stages ----------------------------------------------------------------------------------
 
@@ -159,7 +166,7 @@ class RankMemory:
     def for_rollout(self) -> dict[str, float]:
         """The whole model, where a rank holds a share: every rank draws samples of its own. Or what passes by of it."""
         if self.layout.is_spread and self.rollout.gather == "blocks":
-            return {"gathered blocks": self._passing}
+            return {"gathered blocks": passing(self.costs)}
         if self.layout.is_spread:
             return {"whole model, gathered": self.weights.gathered(self.itemsize)}
         if rollout_engine(self.rollout.name).has_a_copy:
@@ -298,3 +305,23 @@ class ServerMemory:
         decoded = self.amounts.decoded_at_once(self.rollout.max_num_seqs)
         yield Stage("server: decode", held | {"decoder": self.costs.decode(decoded, self.rollout.vae_tiling).extra})
         yield Stage("server: weights arrive", held, {"a bucket": BUCKET_BYTES})
+
+
+class TeacherMemory:
+    """Of one device that holds teachers and nothing else."""
+
+    def __init__(self, costs: ModelCosts, settings: DiffusionTrainerConfig, amounts: Amounts, micro: int):
+        self.costs, self.arr, self.amounts, self.micro = costs, settings.actor_rollout_ref, amounts, micro
+        self.ranks = self.arr.actor.teacher.ranks
+
+    def stages(self) -> Iterator[Stage]:
+        whole = whole_model(self.costs, self.arr.model.lora_rank)
+        pairs = math.ceil(self.amounts.images * (self.amounts.stored or self.amounts.trained) / self.ranks)
+        rows = min(self.arr.ref.log_prob_micro_batch_size_per_gpu or self.micro, pairs)
+        device = {
+            "weights": self.amounts.teachers * whole / self.ranks,
+            "gathered blocks": passing(self.costs) if self.ranks > 1 else 0.0,
+            "forward": self.costs.passes.forward(rows).extra,
+            "libraries": LIBRARIES,
+        }
+        yield Stage("teacher", {name: size for name, size in device.items() if size})

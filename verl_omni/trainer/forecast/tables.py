@@ -33,7 +33,8 @@ def lines(forecast: Forecast) -> Iterator[str]:
     frames = f"{size.num_frames} frames of " if size.num_frames else ""
     drawn = f"{amounts.images} images ({frames}{size.height} x {size.width}, {amounts.steps} steps)"
     yield f"A step: {drawn}, {amounts.trained} trained steps each, {amounts.updates} optimizer steps."
-    yield f"{forecast.gpus} {forecast.gpu} of {forecast.card.memory / GIB:.0f} GiB: {describe(way)}."
+    teach = f", {forecast.teaching} hold teachers" if forecast.teaching else ""
+    yield f"{forecast.gpus} {forecast.gpu} of {forecast.card.memory / GIB:.0f} GiB: {describe(way)}{teach}."
     if forecast.ways.settings.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == AUTO:
         yield f"Micro-batch: up to {way.micro_batch} pairs fit, of which the run takes the fastest (auto)."
     yield ""
@@ -63,7 +64,8 @@ def lines(forecast: Forecast) -> Iterator[str]:
         if not found:
             yield "  no setting: share the model between more GPUs (--gpus)"
     actor = forecast.ways.settings.actor_rollout_ref.actor
-    if forecast.gpus > 1 and engine_class(actor.strategy).settings(actor) is actor.fsdp_config:  # others have their own
+    has_fsdp_settings = engine_class(actor.strategy).settings(actor) is actor.fsdp_config  # others have their own
+    if forecast.gpus - forecast.teaching > 1 and has_fsdp_settings:
         yield ""
         yield from other_ways(forecast)
 

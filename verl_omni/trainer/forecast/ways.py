@@ -18,7 +18,7 @@ from verl_omni.trainer.forecast.amounts import Amounts, amounts
 from verl_omni.trainer.forecast.machines import divisors, on_machines
 from verl_omni.trainer.forecast.model import ModelCosts
 from verl_omni.trainer.forecast.seconds import Seconds, StepTime
-from verl_omni.trainer.forecast.stages import RankMemory, ServerMemory, Stage
+from verl_omni.trainer.forecast.stages import RankMemory, ServerMemory, Stage, TeacherMemory
 from verl_omni.workers.engine.micro_batch import FREE, sizes
 from verl_omni.workers.layout import Layout
 
@@ -98,6 +98,8 @@ class Ways:
         stages = tuple(rank.stages())
         if servers:
             stages += tuple(ServerMemory(costs, settings, self.amounts, servers).stages())
+        if self.amounts.teachers:
+            stages += tuple(TeacherMemory(costs, settings, self.amounts, rank.micro).stages())
         time = StepTime(costs, settings, self.amounts, self.card.rates)
         fits = all(self.card.holds(stage.peak) for stage in stages)
         drawing = time.drawing(servers or layout.world, None if servers else layout)

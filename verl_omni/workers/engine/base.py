@@ -85,7 +85,7 @@ class DiffusionEngine(Passes):
         self.changes = 0  # of what a checkpoint holds
         self.writing: Writing | None = None
         self.models, self.weights_from = {}, None
-        self._replay = replay
+        self.replay_class = replay
 
     # ---- construction --------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class DiffusionEngine(Passes):
             list(self.parameters.values()), self.optimizer_config, self.device
         )
         self.policies = Policies(self.parameters, self.common.param_offload, before_swap=self.settle)
-        self.replay = self._replay(self)
+        self.replay = self.replay_class(self)
         self.to("cpu", model=self.is_param_offload_enabled, optimizer=False, grad=False)
 
     def _compiles_ahead(self) -> bool:

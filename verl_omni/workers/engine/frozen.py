@@ -37,11 +37,13 @@ def is_model(folder: Path, model: DiffusionModelConfig) -> bool:
 
 def own_config(folder: Path, model: DiffusionModelConfig) -> DiffusionModelConfig | None:
     """How the folder's model is built as a module of its own; None where it can take the trained one's place."""
-    if not is_model(folder, model):
+    if not is_model(folder, model) or not (model.lora_rank or differences(folder, model)):
         return None
-    deeper = bool(differences(folder, model))
-    if not (model.lora_rank or deeper):
-        return None
+    return whole_config(folder, model)
+
+
+def whole_config(folder: Path, model: DiffusionModelConfig) -> DiffusionModelConfig:
+    """How a module of all weights in the folder is built."""
     return dataclasses.replace(
         model,
         lora_rank=0,
@@ -49,7 +51,7 @@ def own_config(folder: Path, model: DiffusionModelConfig) -> DiffusionModelConfi
         lora_path=None,
         target_modules=None,
         load_format="auto",
-        config_path=str(folder) if deeper else model.config_path,
+        config_path=str(folder) if differences(folder, model) else model.config_path,
     )
 
 
@@ -91,7 +93,7 @@ def keep(engine: TrainingEngine, name: str, folder: str, setting: str, offload: 
 def built(
     like: TrainingEngine, config: DiffusionModelConfig, folder: Path, offload: bool = False
 ) -> TrainingEngine:
-    """A second engine that is only ever asked, laid out as the first, in the dtype that it computes in."""
+    """An engine that is only ever asked, laid out as the other one, in the dtype that it computes in."""
     common = dataclasses.replace(
         like.common,
         model_dtype=str(like.dtype).removeprefix("torch."),
@@ -100,7 +102,7 @@ def built(
         param_offload=like.common.param_offload or offload,
     )
     engine = type(like)(
-        config, like.engine_config, like.optimizer_config, like.checkpoint_config, type(like.replay), common
+        config, like.engine_config, like.optimizer_config, like.checkpoint_config, like.replay_class, common
     )
     engine.weights_from = str(folder)
     engine.initialize()

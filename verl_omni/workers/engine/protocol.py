@@ -57,8 +57,9 @@ class TrainingEngine(BaseEngine, ABC):
     models: dict[str, "TrainingEngine"]
     #: the folder of other weights than the model's own
     weights_from: str | None
-    #: how samples become forwards
+    #: how samples become forwards, from `initialize` on
     replay: Replay
+    replay_class: type[Replay]
     optimizer: torch.optim.Optimizer
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler
     #: what is offloaded there

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from verl.protocol import DataProto
@@ -41,6 +42,14 @@ def keep_teachers(engine: TrainingEngine, path: str | Mapping[str, str]) -> None
     """Under `teacher_name`, from now on."""
     for number, folder in enumerate(teacher_folders(path).values()):
         frozen.keep(engine, teacher_name(number), folder, SETTING)
+
+
+def only_teachers(student: TrainingEngine, path: str | Mapping[str, str]) -> TrainingEngine:
+    """An engine that knows them and has no student: this one says how they compute, and is never built."""
+    folders = [Path(folder).expanduser() for folder in teacher_folders(path).values()]
+    built = [frozen.built(student, frozen.whole_config(one, student.model_config), one) for one in folders]
+    built[0].models = {teacher_name(number): engine for number, engine in enumerate(built)}
+    return built[0]
 
 
 def kept_teachers(engine: TrainingEngine) -> list[str]:

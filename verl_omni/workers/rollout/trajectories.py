@@ -6,13 +6,16 @@ is a reference. It is an answer of its own to the request: Ray keeps it for who 
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 from verl.protocol import DataProto
 
+from verl_omni.utils.arrays import object_array
 from verl_omni.workers import columns
 from verl_omni.workers.host_memory import on_host
 from verl_omni.workers.rollout.base import RolloutOutput, own_copy
@@ -23,10 +26,14 @@ COLUMN = "trajectory"
 
 @dataclass(frozen=True)
 class TrajectoryRef:
-    """`key` is `<experience>/<sample>`. Without an object the trajectory lies in the worker that trains on it."""
+    """`key` is `<experience>/<sample>`. Without an object the trajectory lies in the worker that trains on it.
+
+    `more` is what another process has found of it since.
+    """
 
     key: str
     stored: Any = None  # a ray.ObjectRef
+    more: Any = None  # another one
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,17 @@ def requests_a_sample(data: DataProto) -> int:
             "expected as many of each sample"
         )
     return counts[0]
+
+
+def with_more(own: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """The references of these rows, with what lies under those of the same rows that were found."""
+    return object_array([_with_more(one, other) for one, other in zip(own, found, strict=True)])
+
+
+def _with_more(own: TrajectoryRef | Several, found: TrajectoryRef | Several) -> TrajectoryRef | Several:
+    if isinstance(own, Several):
+        return Several(tuple(map(_with_more, own.parts, found.parts)))
+    return dataclasses.replace(own, more=found.stored)
 
 
 def unfolded(tensors: dict[str, torch.Tensor], parts: int) -> dict[str, torch.Tensor]:
@@ -118,11 +136,26 @@ class TrajectoryStore:
             raise KeyError(f"samples {strangers[:4]} are not in this worker and nowhere else")
         if absent:
             self.rows |= dict(zip(absent, self.fetch([r.stored for r in absent.values()]), strict=True))
+        if more := {r.key: r.more for r in references if r.more is not None}:
+            for key, found in zip(more, self.fetch([*more.values()]), strict=True):
+                self.rows[key] = self.rows[key] | found
         rows = [self.rows[r.key] for r in references]
         return {name: columns.kept(name, [row[name] for row in rows]) for name in rows[0]}
 
     def fetch(self, stored: list[Any]) -> list[dict[str, torch.Tensor]]:
         return ray.get(stored)
+
+    def store(self, row: dict[str, torch.Tensor]) -> Any:
+        return ray.put(row)
+
+    def lent(self, data: DataProto, wanted: Callable[[str], bool]) -> np.ndarray:
+        """Of these samples the references under which any process can fetch the wanted columns."""
+        stored: dict[str, Any] = {}
+        for key in (reference.key for parts in parts_of(data) for reference in parts):
+            if key not in stored:
+                stored[key] = self.store({k: own_copy(v) for k, v in self.rows[key].items() if wanted(k)})
+        found = [tuple(TrajectoryRef(one.key, stored[one.key]) for one in parts) for parts in parts_of(data)]
+        return object_array([parts[0] if len(parts) == 1 else Several(parts) for parts in found])
 
     def add(self, data: DataProto, fields: dict[str, torch.Tensor]) -> None:
         for i, parts in enumerate(parts_of(data)):
