@@ -105,12 +105,12 @@ veomni: $(VEOMNI_STAMP) ## Set up .venv-veomni, where actor_rollout_ref.actor.st
 quickstart: $(STAMP) ## Train a small text-to-image model to write numbers, and write a report
 	@$(PY) -m verl_omni.quickstart
 
-# Two at a time, in the order of tests/conftest.py.
-ALL := -q -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/vllm_omni --ignore=tests/vllm_texts --ignore=tests/veomni
+# Three at a time, also on two cores: they wait a third of the time. In the order of tests/conftest.py.
+ALL := -q -n 3 --dist loadfile --no-loadscope-reorder --ignore=tests/vllm_omni --ignore=tests/vllm_texts --ignore=tests/veomni
 test: $(STAMP) $(VLLM_STAMP) $(VEOMNI_STAMP) ## Run the tests
 	@$(PY) -m pytest $(ALL)
-	@$(VLLM)/bin/python -m pytest -q -n 2 --dist loadfile tests/vllm_omni
-	@$(VEOMNI)/bin/python -m pytest -q -n 2 --dist loadfile tests/veomni
+	@$(VLLM)/bin/python -m pytest -q -n 3 --dist loadfile tests/vllm_omni
+	@$(VEOMNI)/bin/python -m pytest -q -n 3 --dist loadfile tests/veomni
 
 test-oldest: $(OLDEST)/.installed ## Run the tests with the oldest versions that pyproject.toml allows
 	@$(OLDEST)/bin/python tests/write_versions.py 'make test-oldest$(ANOTHER:%= TORCH=%)' $(ALL)
