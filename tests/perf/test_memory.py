@@ -24,7 +24,7 @@ def test_the_error_names_knobs_of_a_run(stage):
     with initialize_config_module("verl_omni.trainer.config", version_base=None):
         config = compose("diffusion_trainer")
     named = re.findall(r"(?:actor_rollout_ref|trainer)\.[\w.]+", str(raised.value))
-    assert len(named) >= 3
+    assert named
     for knob in named:
         parent, name = knob.rsplit(".", 1)
         assert name in OmegaConf.select(config, parent), knob

@@ -51,6 +51,15 @@ def test_work_is_seconds_times_devices_in_every_mode(tmp_path, mode, training, r
     assert work.predict(mode, training, rollout or 0) == pytest.approx(work.step)
 
 
+def test_a_run_with_teachers_on_devices_of_their_own_is_refused(tmp_path):
+    folder = write_run(tmp_path / "run")
+    config = json.loads((folder / "config.yaml").read_text())
+    config["actor_rollout_ref"]["actor"] = {"teacher": {"n_gpus_per_node": 1}}
+    (folder / "config.yaml").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="has teachers on devices of their own"):
+        read_work(folder)
+
+
 def test_rewards_that_training_waits_for_cost_nothing_where_it_does_not_wait():
     """2 s of drawing, 3 s of learning, and in between 1 s or 7 s for rewards, whatever the number of devices."""
     modes = ("separate", "one_step_off", "fully_async")

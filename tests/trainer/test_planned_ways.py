@@ -124,17 +124,19 @@ def test_what_excludes_each_other_is_not_advised_together(memory, enough):
 def test_a_budget_of_activations_and_checkpointing_exclude_each_other():
     """Each is tried where the other is off, and together with the rest that which is enough."""
     checkpointing = "actor_rollout_ref.model.enable_gradient_checkpointing"
-    for given, tried in (((), 0.7), ((f"{BUDGET}=0.5",), 0.3), ((f"{checkpointing}=true",), None)):
-        found = [change for change in changes(settings_of(*given), "update") if BUDGET in change]
-        assert (found[0][BUDGET] if found else None) == tried
-        assert ({checkpointing: True, BUDGET: 1.0} in found) == (given == (f"{BUDGET}=0.5",))
+    off = {checkpointing: True, BUDGET: 1.0}
+    for given, tried in (
+        ((), [{BUDGET: 0.5}]), ((f"{BUDGET}=0.7",), [{BUDGET: 0.5}, off]), ((f"{BUDGET}=0.5",), [off]),
+        ((f"{checkpointing}=true",), []),
+    ):  # fmt: skip
+        assert [change for change in changes(settings_of(*given), "update") if BUDGET in change] == tried
 
     def asked(layout: Layout, settings: DiffusionTrainerConfig) -> SimpleNamespace:
         arr = settings.actor_rollout_ref
         spared = 60 if arr.model.enable_gradient_checkpointing else 80 * (1 - arr.actor.engine.activation_memory_budget)
         return SimpleNamespace(stages=[Stage("update", {"all": 100 - spared - 20 * bool(arr.rollout.encoder_offload)})])
 
-    for memory, enough in ((55, {BUDGET}), (21, {checkpointing, f"{ROLLOUT}.encoder_offload"})):
+    for memory, enough in ((65, {BUDGET}), (21, {checkpointing, f"{ROLLOUT}.encoder_offload"})):
         settings = settings_of()
         card = SimpleNamespace(holds=lambda peak, memory=memory: peak < memory)
         ways = SimpleNamespace(settings=settings, asked=lambda layout, s=settings: asked(layout, s), card=card)

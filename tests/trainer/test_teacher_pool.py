@@ -10,13 +10,16 @@ from composed import composed
 from e2e_runs import metrics, prompts, run_here, settings
 from pyarrow import array
 from pyarrow import parquet as pq
-from refusals import refused
+from refusals import prepared, refused
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_checkpoint
+from verl.protocol import DataProto
 
 from verl_omni.testing.local_trainer import local_config, local_trainer
+from verl_omni.trainer.diffusion.teaching import check_rows_apart
 from verl_omni.trainer.placement import TEACHERS, all_wanted
-from verl_omni.workers.rollout.trajectories import COLUMN
+from verl_omni.utils.arrays import object_array
+from verl_omni.workers.rollout.trajectories import COLUMN, TrajectoryRef
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 TEACHER, POOL = f"{ACTOR}.teacher", f"{ACTOR}.teacher.n_gpus_per_node"
@@ -108,6 +111,15 @@ def test_their_devices_are_counted():
     pool = (f"{TEACHER}.path=x", f"{POOL}=2", f"{TEACHER}.nnodes=3")
     (wanted,) = (one for one in all_wanted(composed("trainer.device=cuda", *pool)) if one.name == TEACHERS)
     assert (wanted.on_nodes, wanted.gpus, wanted.apart) == ((2, 2, 2), 1, True)
+    names = {one.name for one in all_wanted(composed("trainer.device=cuda", *pool, "trainer.val_only=true"))}
+    assert TEACHERS not in names  # nobody would ask them
+
+
+def test_a_sample_in_two_rows_has_no_place_for_two_answers():
+    rows = [TrajectoryRef(name) for name in ("a", "b", "a")]
+    check_rows_apart(DataProto(non_tensor_batch={COLUMN: object_array(rows[:2])}))
+    with pytest.raises(ValueError, match="a sample in several rows.*leave .*teacher.n_gpus_per_node out"):
+        check_rows_apart(DataProto(non_tensor_batch={COLUMN: object_array(rows)}))
 
 
 def test_what_cannot_be_held_apart_is_refused_in_one_line(tmp_path, moved):
@@ -119,6 +131,8 @@ def test_what_cannot_be_held_apart_is_refused_in_one_line(tmp_path, moved):
     assert f"{tmp_path} is an adapter, which costs the training workers no second model: leave it out" in line
     line = refused(opd, own, f"{POOL}=3", "data.train_batch_size=4", "actor_rollout_ref.rollout.n=4")
     assert "= 16 images do not divide among the 3 devices" in line
+    dealt = (f"{MODEL}.algorithm=opd_forward", own, f"{POOL}=3", "data.train_batch_size=4")
+    assert prepared(*dealt, "actor_rollout_ref.rollout.n=4")  # there rows are dealt, and some fill up
     assert "=fsdp2, and not by veomni" in refused(opd, own, f"{POOL}=1", f"{ACTOR}.strategy=veomni")
     auto = f"{ACTOR}.ppo_micro_batch_size_per_gpu=auto"
     assert "ref.log_prob_micro_batch_size_per_gpu for the teachers" in refused(opd, own, f"{POOL}=1", auto)

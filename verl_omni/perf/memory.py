@@ -15,6 +15,7 @@ SAMPLES = f"set {ACTOR}.engine.sample_offload=true"
 ENCODERS = f"set {ROLLOUT}.encoder_offload=true"
 ADAPTERS = f"train adapters only ({MODEL}.lora_rank=32)"
 INT8 = f"set {MODEL}.base_precision=int8 (LoRA: the frozen weights take half)"
+TEACHERS = f"share the teachers between more GPUs ({ACTOR}.teacher.n_gpus_per_node)"
 SHARE = "share the model between more GPUs (trainer.n_gpus_per_node)"
 
 # What helps in a stage, what costs least first. Offloaded weights are back for the update.
@@ -40,9 +41,12 @@ KNOBS = {
     ],
     "reference pass": [f"lower {REF}.log_prob_micro_batch_size_per_gpu", ENCODERS, SAMPLES, OPTIMIZER, REFERENCE],
     "teacher's pass": [f"lower {REF}.log_prob_micro_batch_size_per_gpu", ENCODERS, SAMPLES, OPTIMIZER],
+    "loading of the teachers": [TEACHERS],
+    "pass of teachers on devices of their own": [f"lower {REF}.log_prob_micro_batch_size_per_gpu", SAMPLES, TEACHERS],
     "old log-probabilities": [f"lower {ACTOR}.ppo_micro_batch_size_per_gpu", ENCODERS, SAMPLES, OPTIMIZER],
     "update": [
         f"lower {ACTOR}.ppo_micro_batch_size_per_gpu",
+        f"set {ACTOR}.engine.activation_memory_budget=0.5 (compiled blocks), or",
         f"set {MODEL}.enable_gradient_checkpointing=true",
         ENCODERS,
         SAMPLES,

@@ -19,8 +19,8 @@ UNDER_WAY = {"separate": 1, "one_step_off": 2, "fully_async": 3}  # steps at onc
 class Work:
     """Of one training step: device-seconds of drawing (until the last image) and of learning (all that comes after).
 
-    Seconds that more devices do not make less: `scoring`, from the last image to the last reward, and what teachers on
-    devices of their own take; and `handover`, which weights and samples take from one side to the other.
+    Seconds that more devices do not make less: `scoring`, from the last image to the last reward, and `handover`, which
+    weights and samples take from one side to the other.
     """
 
     drawing: float
@@ -61,7 +61,11 @@ def read_work(run_dir: str | Path) -> Work:
         raise ValueError(f"{run_dir} has {len(rows)} steps with samples of its own: {WARM_UP + 1} or more are needed")
     rows = rows[WARM_UP:]
     trainer, rollout = config["trainer"], config["actor_rollout_ref"]["rollout"]
-    teacher = config["actor_rollout_ref"].get("actor", {}).get("teacher", {})
+    if (config["actor_rollout_ref"].get("actor", {}).get("teacher") or {}).get("n_gpus_per_node"):
+        raise ValueError(
+            f"{run_dir} has teachers on devices of their own (actor.teacher.n_gpus_per_node): plan shares out those of "
+            "runs without them"
+        )
     training = trainer["n_gpus_per_node"] * trainer["nnodes"]
     mode = trainer.get("mode", "colocated")
     servers = 0 if mode == "colocated" else (rollout["n_gpus_per_node"] or 1) * (rollout["nnodes"] or 1)
@@ -69,13 +73,9 @@ def read_work(run_dir: str | Path) -> Work:
     def median(seconds: Callable[[dict[str, float]], float]) -> float:
         return statistics.median(map(seconds, rows))
 
-    def elsewhere(row: dict[str, float]) -> float:
-        teaching = row.get("timing_s/teacher", 0.0) if teacher.get("n_gpus_per_node") else 0.0
-        return row.get("timing_s/reward", 0.0) + teaching
-
     step, drawing = median(lambda row: row["timing_s/step"]), median(lambda row: row["timing_s/gen_images"])
-    scoring = median(elsewhere)
-    learning = median(lambda row: row["timing_s/step"] - row["timing_s/gen"] - elsewhere(row))
+    scoring = median(lambda row: row.get("timing_s/reward", 0.0))
+    learning = median(lambda row: row["timing_s/step"] - row["timing_s/gen"] - row.get("timing_s/reward", 0.0))
     in_turn = mode == "separate" or trainer.get("max_staleness") == 0 or bool(trainer.get("replay"))
     handover = 0.0
     if servers and in_turn:

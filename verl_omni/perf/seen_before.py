@@ -87,7 +87,9 @@ class Call:
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
-                if value.constant is not None or value.dtype.is_complex:
+                if value.constant is not None or value.dtype.is_complex or value.layout is not torch.strided:
+                    return False
+                if value.is_inference():
                     return False
                 key += (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device)
                 key.append(value.requires_grad)

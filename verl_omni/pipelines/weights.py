@@ -5,6 +5,7 @@ Neither host nor device ever has the whole of a model that several ranks share.
 
 import contextlib
 import functools
+import inspect
 import math
 import os
 import re
@@ -129,6 +130,7 @@ def parameters_on_meta() -> Iterator[None]:
     Linear layers ask for none at all: what they would give back at once adds up to more than a machine may have.
     """
     register, linear = torch.nn.Module.register_parameter, torch.nn.Linear.__init__
+    signature = inspect.signature(linear)
 
     @functools.wraps(register)
     def without_memory(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
@@ -138,7 +140,9 @@ def parameters_on_meta() -> Iterator[None]:
 
     @functools.wraps(linear)
     def on_meta(module: torch.nn.Linear, *args: Any, **kwargs: Any) -> None:
-        linear(module, *args, **({"device": "meta"} | kwargs))
+        given = signature.bind(module, *args, **kwargs)
+        given.arguments["device"] = given.arguments.get("device") or "meta"
+        linear(*given.args, **given.kwargs)
 
     torch.nn.Module.register_parameter, torch.nn.Linear.__init__ = without_memory, on_meta
     try:

@@ -88,7 +88,7 @@ def all_wanted(config: DictConfig) -> list[Wanted]:
     if not config.actor_rollout_ref.hybrid_engine:
         servers = (rollout.n_gpus_per_node or 1,) * (rollout.nnodes or 1)
         found.append(Wanted(SERVERS, "rollout.n_gpus_per_node", servers, gpu, 1, apart=True))
-    if teacher.n_gpus_per_node:
+    if teacher.n_gpus_per_node and not trainer.val_only:
         each = (teacher.n_gpus_per_node,) * (teacher.nnodes or 1)
         found.append(Wanted(TEACHERS, "actor.teacher.n_gpus_per_node", each, gpu, 1, apart=True))
     if judge.enable:

@@ -306,7 +306,7 @@ class DiffusionWorker(Worker):
         batch, means = self._batch(data), None
         batch.pop("uncond_velocity", None)  # the policy's, not the teacher's
         size, steps = self.ref_config.log_prob_micro_batch_size_per_gpu, data.batch["all_timesteps"].shape[1]
-        own = batch.pop("teacher").repeat_interleave(steps)
+        own = batch.pop("teacher").repeat_interleave(steps // requests_a_sample(data))  # it has one for each request
         for number in range(len(teacher_folders(self.actor_config.teacher.path))):
             with self.engine.eval_mode(), self.engine.policy(teacher_name(number)):
                 found = self.engine.infer_batch(batch, micro_batch_size=size)["model_output"]["prev_sample_mean"]

@@ -7,7 +7,6 @@ from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 
 from verl_omni.algorithms.forward_process import TEACHER, anchor_policies
-from verl_omni.config.actor import AUTO
 from verl_omni.perf.memory import names_memory_knobs
 from verl_omni.workers.diffusion_worker import BY_ROWS, DiffusionWorker
 from verl_omni.workers.engine.teachers import only_teachers
@@ -26,19 +25,19 @@ class TeacherWorker(DiffusionWorker):
         self.actor_config = dataclasses.replace(actor, fsdp_config=spread, engine=common)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @names_memory_knobs("loading of the model")
+    @names_memory_knobs("loading of the teachers")
     def init_model(self) -> None:
         actor = self.actor_config
         self.engine = only_teachers(self._new_engine(), actor.teacher.path)
-        asked, own = actor.ppo_micro_batch_size_per_gpu, self.ref_config.log_prob_micro_batch_size_per_gpu
-        self.engine.micro_batch_size = own if asked == AUTO else asked
+        own = self.ref_config.log_prob_micro_batch_size_per_gpu  # there is one where the actor's is to be found (auto)
+        self.engine.micro_batch_size = own or actor.ppo_micro_batch_size_per_gpu
         self.engine.rows_per_unit = build_loss_function(actor).loss_fn.rows_per_unit
         policies = anchor_policies(self.model_config.algorithm, actor)
         self.anchors = {name: policy for name, policy in policies.items() if policy == TEACHER}
         self._say_place()
 
     @register(dispatch_mode=BY_ROWS)
-    @names_memory_knobs("teacher's pass")
+    @names_memory_knobs("pass of teachers on devices of their own")
     def teach(self, data: DataProto) -> DataProto:
         """Where others find what each row's teacher says: means of its stored steps, or velocities at its levels."""
         if self.anchors:

@@ -94,8 +94,9 @@ def _check_fit(setting: str, path: str, model: DiffusionModelConfig, alone: bool
     adapter = DiffusionModelBase.get_class(model)
     if adapter.loads_whole():
         if config is not None:
+            instead = "leave teacher.n_gpus_per_node out" if alone else "give LoRA weights"
             raise ValueError(
-                f"{setting}={folder} is a whole model, and {adapter.__name__} loads its own only: give LoRA weights"
+                f"{setting}={folder} is a whole model, and {adapter.__name__} loads its own only: {instead}"
             )
         return  # the worker finds out
     _, parts = build_module(config or model, 0, torch.float32, None, empty=True)

@@ -67,7 +67,7 @@ def _check_own_devices(settings: DiffusionTrainerConfig) -> None:
             "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu for the teachers"
         )
     images = settings.data.train_batch_size * arr.rollout.n
-    if images % teacher.ranks:
+    if settings.algorithm.trainer_type == "policy_gradient" and images % teacher.ranks:
         raise ValueError(
             f"data.train_batch_size * actor_rollout_ref.rollout.n = {images} images do not divide among the "
             f"{teacher.ranks} devices of {WHERE}.n_gpus_per_node * nnodes"

@@ -101,6 +101,7 @@ def check_memory_budget(settings: DiffusionTrainerConfig) -> None:
     arr = settings.actor_rollout_ref
     budget, compiles = arr.actor.engine.activation_memory_budget, arr.actor.engine.use_torch_compile
     reasons = {
+        "where no generator is trained": arr.rewriter.train == "rewriter",
         "without compiled blocks (use_torch_compile=false)": compiles is False,
         "on a CPU, where blocks are compiled with use_torch_compile=true only": (
             settings.trainer.device == "cpu" and compiles is None

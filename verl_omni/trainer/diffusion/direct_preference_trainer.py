@@ -21,6 +21,7 @@ from verl_omni.trainer.diffusion.base_trainer import BaseRayDiffusionTrainer
 from verl_omni.trainer.diffusion.experience import Experience, new_experience
 from verl_omni.trainer.diffusion.failed_rewards import scored_part
 from verl_omni.trainer.diffusion.ordering import deal_units
+from verl_omni.trainer.diffusion.teaching import check_rows_apart
 from verl_omni.trainer.progress import timer
 from verl_omni.utils.arrays import object_array
 from verl_omni.workers import columns
@@ -107,8 +108,9 @@ class DirectPreferenceRayTrainer(BaseRayDiffusionTrainer):
         whole = columns.note_mixed(batch.select(batch_keys=kept, non_tensor_batch_keys=references))
         if self.teachers is not None:
             with timer(timing, "teacher"):
+                check_rows_apart(whole)
                 dealt, rows = self._dealt(whole, units, group, self.teachers.ranks)
-                whole.non_tensor_batch[COLUMN] = whole.non_tensor_batch[COLUMN].copy()
+                whole.non_tensor_batch[COLUMN] = whole.non_tensor_batch[COLUMN].copy()  # the samples' own stays
                 whole.non_tensor_batch[COLUMN][rows] = self.teachers.ask(dealt)
         dealt, rows = self._dealt(whole, units, group, self.layout.data)
         if told is not None:

@@ -47,7 +47,7 @@ def start_teachers(
 ) -> Teachers | None:
     """Those that hold teachers and nothing else, where such are asked for; they have not loaded them yet."""
     count = config.actor_rollout_ref.actor.teacher.n_gpus_per_node
-    if count is None:
+    if count is None or config.trainer.val_only:
         return None
     workers = group(
         resource_pool=pools.resource_pool_dict[TEACHERS],

@@ -8,6 +8,16 @@ from verl.protocol import DataProto
 from verl_omni.workers.rollout.trajectories import COLUMN, parts_of, with_more
 
 
+def check_rows_apart(rows: DataProto) -> None:
+    """Answers travel with samples: a sample that is noised twice has one place for two of them."""
+    names = [reference.key for parts in parts_of(rows) for reference in parts]
+    if len(set(names)) < len(names):
+        raise ValueError(
+            "prepare_actor_batch gives a sample in several rows, and of teachers on devices of their own it has one "
+            "answer: leave actor_rollout_ref.actor.teacher.n_gpus_per_node out"
+        )
+
+
 class Teachers:
     def __init__(self, workers: Any, training: Any):
         """`workers` hold them; `training` may hold the samples."""

@@ -15,7 +15,7 @@ MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 ROLLOUT, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 GATHER = f"{ROLLOUT}.gather"
 BUDGET = f"{ACTOR}.engine.activation_memory_budget"
-BUDGETS = (0.7, 0.5, 0.3)  # below it, checkpointing leaves less for little more
+BUDGETS = (0.5,)  # each takes a quarter of a minute to reckon
 LEAST_GAIN = 0.02  # of a stage's peak: less is not worth a line
 
 
@@ -65,6 +65,10 @@ def _changes(settings: DiffusionTrainerConfig, stage: str) -> Iterator[dict[str,
     if stage in ("reference", "teacher"):
         rows = arr.ref.log_prob_micro_batch_size_per_gpu or arr.actor.ppo_micro_batch_size_per_gpu
         yield from _halved(f"{REF}.log_prob_micro_batch_size_per_gpu", rows)
+    if stage == "teacher":
+        devices = arr.actor.teacher.n_gpus_per_node
+        yield from ({f"{ACTOR}.teacher.n_gpus_per_node": devices * more} for more in (2, 4))
+        return
     if stage == "update":
         budget = arr.actor.engine.activation_memory_budget
         yield from ({BUDGET: share} for share in BUDGETS if share < budget)

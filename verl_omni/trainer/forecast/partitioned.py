@@ -60,7 +60,7 @@ def _call(block: torch.nn.Module, graph: Any, *args: Any, **kwargs: Any) -> Any:
     tensors = [leaves[place] for place in places]
     shapes = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
     with _use_lazy_graph_module(True):  # nobody runs their code
-        return graph(shapes, function)(list(weights), tensors)
+        return graph(shapes, len(weights), function)(list(weights), tensors)
 
 
 def _trained(value: Any) -> Any:
@@ -69,7 +69,8 @@ def _trained(value: Any) -> Any:
     return value.detach().requires_grad_() if lacks else value
 
 
-def _graph(known: dict[tuple, Any], budget: float | None, shapes: tuple, function: Any) -> Any:
+def _graph(known: dict[tuple, Any], budget: float | None, shapes: tuple, count: int, function: Any) -> Any:
+    """`count`: of weights, which come first."""
     from torch._functorch.aot_autograd import aot_function
 
     if shapes not in known:
@@ -77,10 +78,17 @@ def _graph(known: dict[tuple, Any], budget: float | None, shapes: tuple, functio
             function,
             fw_compiler=_outputs_alone if budget is None else _as_it_is,
             bw_compiler=_never_run if budget is None else _as_it_is,
-            partition_fn=functools.partial(_partitioner(budget), compiler="inductor"),
+            partition_fn=functools.partial(_parted, budget, count),
             decompositions=_decompositions(),
         )
     return known[shapes]
+
+
+def _parted(budget: float | None, weights: int, joint: torch.fx.GraphModule, inputs: Any, **how: Any) -> tuple:
+    """As dynamo has it done, which says of a budget what are weights: they are there anyway, and what is made of them
+    is made again."""
+    how |= {} if budget is None else {"static_lifetime_input_indices": [*range(weights)]}
+    return _partitioner(budget)(joint, inputs, compiler="inductor", **how)
 
 
 def import_compiler() -> None:

@@ -315,12 +315,14 @@ class TeacherMemory:
         self.ranks = self.arr.actor.teacher.ranks
 
     def stages(self) -> Iterator[Stage]:
-        whole = whole_model(self.costs, self.arr.model.lora_rank)
+        whole, actor = whole_model(self.costs, self.arr.model.lora_rank), self.arr.actor
+        trains = engine_class(actor.strategy)
+        gathered = passing(self.costs) if trains.frees_gathered(trains.settings(actor)) else whole
         pairs = math.ceil(self.amounts.images * (self.amounts.stored or self.amounts.trained) / self.ranks)
         rows = min(self.arr.ref.log_prob_micro_batch_size_per_gpu or self.micro, pairs)
         device = {
             "weights": self.amounts.teachers * whole / self.ranks,
-            "gathered blocks": passing(self.costs) if self.ranks > 1 else 0.0,
+            "gathered blocks": gathered if self.ranks > 1 else 0.0,
             "forward": self.costs.passes.forward(rows).extra,
             "libraries": LIBRARIES,
         }

@@ -62,7 +62,8 @@ def lines(forecast: Forecast) -> Iterator[str]:
         for help in found:
             yield f"  {help.peak / GIB:6.1f} GiB{'  fits' if help.fits else '      '}  {help.typed}"
         if not found:
-            yield "  no setting: share the model between more GPUs (--gpus)"
+            more = "actor_rollout_ref.actor.teacher.n_gpus_per_node" if name == "teacher" else "--gpus"
+            yield f"  no setting: share the model between more GPUs ({more})"
     actor = forecast.ways.settings.actor_rollout_ref.actor
     has_fsdp_settings = engine_class(actor.strategy).settings(actor) is actor.fsdp_config  # others have their own
     if forecast.gpus - forecast.teaching > 1 and has_fsdp_settings:
