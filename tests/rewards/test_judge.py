@@ -73,6 +73,20 @@ def test_it_answers_and_comes_back_on_the_same_address(judge):
     assert not psutil.pid_exists(again["pid"]) and judge.restarts == 1
 
 
+def test_nothing_of_this_process_runs_in_a_fork_of_it(judge, tmp_path, monkeypatch):
+    """Handlers of its libraries for forks do: one of them crashed there, and no server came back."""
+    monkeypatch.setattr(FORKED, "here", tmp_path / "forked")
+    judge.start(30)
+    assert not FORKED.here.exists()
+
+
+class FORKED:
+    here = None
+
+
+os.register_at_fork(after_in_child=lambda: FORKED.here and FORKED.here.touch())
+
+
 def test_what_a_killed_server_had_started_is_ended_with_it(tmp_path):
     """vLLM's engine is a process of its own: it would keep the GPU's memory from the server that is started again."""
     engine = tmp_path / "engine"

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -44,6 +45,15 @@ try:
         os.killpg(group, signal.SIGKILL)
 except ProcessLookupError:
     pass
+"""
+
+
+# Becomes the server. Linux ends it with the process that started it, however that ends. A process that has many threads
+# and libraries must not run anything in a fork of its own for this.
+TIED = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+os.execvp(sys.argv[1], sys.argv[1:])
 """
 
 
@@ -93,22 +103,15 @@ class JudgeServer:
         return self.address
 
     def _launch(self) -> None:
-        try:
-            with self.log.open("a") as log:
-                # Tied to this process: it must not outlive the run. Its own processes are of one group with it.
-                self.process = subprocess.Popen(
-                    self.command,
-                    stdout=log,
-                    stderr=log,
-                    env=self.environment,
-                    preexec_fn=_die_with_parent,
-                    process_group=0,
-                )
-        except OSError as error:
+        if shutil.which(self.command[0], path=self.environment.get("PATH")) is None:
             raise RunError(
-                f"{self._named()} cannot be started: {error.strerror}: {self.command[0]}. Install it, or set "
+                f"{self._named()} cannot be started: No such file or directory: {self.command[0]}. Install it, or set "
                 "reward.reward_model.command"
-            ) from error
+            )
+        with self.log.open("a") as log:
+            # Tied to this process: it must not outlive the run. Its own processes are of one group with it.
+            tied = [sys.executable, "-S", "-E", "-c", TIED, *self.command]
+            self.process = subprocess.Popen(tied, stdout=log, stderr=log, env=self.environment, process_group=0)
         self._to_end(self.process.pid)
 
     def _watch(self) -> None:
@@ -152,13 +155,6 @@ class JudgeServer:
     def _last_words(self) -> str:
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         return f"{lines[-1][:300] if lines else 'it said nothing'} (all of it: {self.log})"
-
-
-def _die_with_parent() -> None:
-    """Linux ends the server with the process that started it, however that ends."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def _filled(text: str, known: Mapping[str, str]) -> str:
