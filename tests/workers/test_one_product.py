@@ -1,0 +1,91 @@
+"""8-bit products of one input are one product, with the same numbers."""
+
+import re
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from verl_omni.workers.engine.compile.computed_once import PRODUCT, computed_once, multiply_at_once, share
+from verl_omni.workers.engine.fp8 import quantised
+
+WIDTHS = (48, 16, 32)
+
+
+def drawn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def layer(width: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return *quantised(drawn(width, 32, seed=seed)), drawn(width, seed=seed + 10)
+
+
+LAYERS = [layer(width, seed) for seed, width in enumerate(WIDTHS)]
+
+
+def multiplied(x, weight, scale, bias):
+    """As `product` does on a GPU."""
+    rows, row_scale = quantised(x.flatten(0, -2))
+    bias = None if bias is None else bias.to(torch.bfloat16)
+    given = dict(bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return torch._scaled_mm(rows, weight.t(), row_scale, scale.t(), **given).unflatten(0, x.shape[:-1])
+
+
+def attended(x, layers):
+    """Each result is used before the next is computed, as a norm of the query is."""
+    return [multiplied(x, *one).float().softmax(-1) for one in layers]
+
+
+def joined(function, *args):
+    graph = make_fx(function, tracing_mode="fake")(*args)
+    share(graph.graph)
+    multiply_at_once(graph.graph)
+    graph.graph.lint()
+    graph.recompile()
+    return graph, sum(node.target is PRODUCT for node in graph.graph.nodes)
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_products_of_one_input_are_one(with_bias):
+    x, layers = drawn(2, 8, 32, seed=20), LAYERS if with_bias else [(*one[:2], None) for one in LAYERS]
+    graph, products = joined(attended, x, layers)
+    assert products == 1
+    assert all(torch.equal(one, other) for one, other in zip(graph(x, layers), attended(x, layers), strict=True))
+
+
+def test_other_inputs_and_layers_without_a_bias_stay_apart():
+    def several(x, y, layers):
+        first, second, third = layers
+        return [multiplied(x, *first), multiplied(y, *second), multiplied(x, *third[:2], None), multiplied(y, *third)]
+
+    x, y = drawn(2, 8, 32, seed=20), drawn(2, 8, 32, seed=21)
+    graph, products = joined(several, x, y, LAYERS)
+    assert products == 3
+    plain = several(x, y, LAYERS)
+    assert all(torch.equal(one, other) for one, other in zip(graph(x, y, LAYERS), plain, strict=True))
+
+
+def test_a_weight_that_comes_of_a_product_stays_where_it_is():
+    def chained(x, layers):
+        (weight, scale, bias), other, _ = layers
+        first = multiplied(x, weight, scale, bias)
+        return multiplied(x, other[0], other[1] * first.float().abs().max(), other[2])
+
+    x = drawn(2, 8, 32, seed=20)
+    graph, products = joined(chained, x, LAYERS)
+    assert products == 2 and torch.equal(graph(x, LAYERS), chained(x, LAYERS))
+
+
+@pytest.mark.slow  # 20 s: the compiler
+def test_the_compiler_multiplies_once(monkeypatch):
+    """Bit for bit what it makes without."""
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    x, made = drawn(2, 8, 32, seed=20), []
+    for options in (None, {"post_grad_custom_pre_pass": computed_once()}):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            found, (code,) = run_and_get_code(torch.compile(attended, options=options), x, LAYERS)
+        made.append((found, len(re.findall(r"extern_kernels\._scaled_mm\(", code))))
+    assert [count for _, count in made] == [3, 1]
+    assert all(torch.equal(one, other) for one, other in zip(made[0][0], made[1][0], strict=True))
