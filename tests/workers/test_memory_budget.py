@@ -21,6 +21,7 @@ from verl_omni.config import CheckpointConfig, EngineConfig, FSDPConfig, Optimiz
 from verl_omni.workers.engine import base
 from verl_omni.workers.engine.compile import blocks
 from verl_omni.workers.engine.compile import compile_ahead as ahead
+from verl_omni.workers.engine.compile.adapters_together import adapters_together
 from verl_omni.workers.engine.compile.blocks import compile_blocks, compiled_by_mode, repeated_blocks
 from verl_omni.workers.engine.compile.compile_ahead import CompileAhead, compile_ahead
 from verl_omni.workers.engine.compile.memory_budget import WithinBudget, within_budget
@@ -154,7 +155,8 @@ def test_only_graphs_with_a_gradient_have_it(budget, monkeypatch):
     for block in repeated_blocks(tiny_sd3_transformer(num_layers=2)):
         compiled_by_mode(block, "inductor", budget)
     first, second = dict(asked[:3]), dict(asked[3:])
-    expected = {"custom_partitioner_fn": within_budget(0.5)} if budget < 1 else None
+    expected = {"joint_custom_post_pass": adapters_together()}
+    expected |= {"custom_partitioner_fn": within_budget(0.5)} if budget < 1 else {}
     assert first["forward_with_gradient"] == second["forward_with_gradient"] == expected
     assert first["forward_without_gradient"] is None and "custom_partitioner_fn" not in first["forward_in_fp8"]
 

@@ -12,6 +12,7 @@ import torch
 
 from verl_omni.utils.call_signature import argument_names, by_name
 from verl_omni.utils.user_cache import user_cache
+from verl_omni.workers.engine.compile.adapters_together import adapters_together
 from verl_omni.workers.engine.compile.clock import clock
 from verl_omni.workers.engine.compile.computed_once import computed_once
 
@@ -92,9 +93,7 @@ def compiled_by_mode(block: torch.nn.Module, backend: str, budget: float = 1.0) 
     forward = type(block).forward
     options = inductor_options(budget) if backend == "inductor" else {}
     compiled = {
-        mode: torch.compile(
-            types.MethodType(renamed(forward, mode), block), backend=backend, options=options.get(mode)
-        )
+        mode: torch.compile(types.MethodType(renamed(forward, mode), block), backend=backend, options=options.get(mode))
         for mode in ("with_gradient", "without_gradient", "in_fp8")
     }
 
@@ -107,11 +106,14 @@ def compiled_by_mode(block: torch.nn.Module, backend: str, budget: float = 1.0) 
 
 def inductor_options(budget: float) -> dict[str, dict[str, Any]]:
     """By mode, where inductor does something else than by itself."""
-    options = {"in_fp8": {"post_grad_custom_pre_pass": computed_once()}}
+    options: dict[str, dict[str, Any]] = {
+        "in_fp8": {"post_grad_custom_pre_pass": computed_once()},
+        "with_gradient": {"joint_custom_post_pass": adapters_together()},
+    }
     if budget < 1:
         from verl_omni.workers.engine.compile.memory_budget import within_budget
 
-        options["with_gradient"] = {"custom_partitioner_fn": within_budget(budget)}
+        options["with_gradient"]["custom_partitioner_fn"] = within_budget(budget)
     return options
 
 
