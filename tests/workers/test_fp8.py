@@ -26,7 +26,8 @@ from verl_omni.pipelines.builtin import BUILTIN
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.workers.engine import base, fp8
 from verl_omni.workers.engine.compile.blocks import compile_blocks, repeated_blocks
-from verl_omni.workers.engine.compile.computed_once import computed_once, share
+from verl_omni.workers.engine.compile.computed_once import share
+from verl_omni.workers.engine.compile.in_eight_bits import in_eight_bits
 from verl_omni.workers.engine.fp8 import E4M3, Fp8Layers, chosen_layers, layers_of, product, quantised, refuse_old_gpu
 from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout
 
@@ -272,7 +273,7 @@ def test_what_is_random_or_written_into_is_not_shared():
 def test_the_compiler_shares_it(monkeypatch):
     """Bit for bit what it makes without; one graph for all blocks."""
     made = []
-    for options in (None, {"post_grad_custom_pre_pass": computed_once()}):
+    for options in (None, {"post_grad_custom_pre_pass": in_eight_bits()}):
         torch._dynamo.reset()
         monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
         weights = [quantised(torch.randn(32, 32, generator=torch.Generator().manual_seed(i))) for i in range(3)]

@@ -7,7 +7,8 @@ import torch
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from verl_omni.workers.engine.compile.computed_once import PRODUCT, computed_once, multiply_at_once, share
+from verl_omni.workers.engine.compile.computed_once import share
+from verl_omni.workers.engine.compile.in_eight_bits import PRODUCT, in_eight_bits, multiply_at_once
 from verl_omni.workers.engine.fp8 import quantised
 
 WIDTHS = (48, 16, 32)
@@ -102,7 +103,7 @@ def test_a_weight_that_comes_of_a_product_stays_where_it_is():
 def test_the_compiler_multiplies_once():
     """Bit for bit what it makes without."""
     x, made = drawn(2, 8, 32, seed=20), []
-    for options in (None, {"post_grad_custom_pre_pass": computed_once()}):
+    for options in (None, {"post_grad_custom_pre_pass": in_eight_bits()}):
         torch._dynamo.reset()
         with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
             found, (code,) = run_and_get_code(torch.compile(attended, options=options), x, LAYERS)

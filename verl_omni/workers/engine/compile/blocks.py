@@ -14,7 +14,7 @@ from verl_omni.utils.call_signature import argument_names, by_name
 from verl_omni.utils.user_cache import user_cache
 from verl_omni.workers.engine.compile.adapters_together import adapters_together
 from verl_omni.workers.engine.compile.clock import clock
-from verl_omni.workers.engine.compile.computed_once import computed_once
+from verl_omni.workers.engine.compile.in_eight_bits import in_eight_bits
 
 
 def repeated_blocks(part: torch.nn.Module) -> list[torch.nn.Module]:
@@ -107,7 +107,7 @@ def compiled_by_mode(block: torch.nn.Module, backend: str, budget: float = 1.0) 
 def inductor_options(budget: float) -> dict[str, dict[str, Any]]:
     """By mode, where inductor does something else than by itself."""
     options: dict[str, dict[str, Any]] = {
-        "in_fp8": {"post_grad_custom_pre_pass": computed_once()},
+        "in_fp8": {"post_grad_custom_pre_pass": in_eight_bits()},
         "with_gradient": {"joint_custom_post_pass": adapters_together()},
     }
     if budget < 1:
