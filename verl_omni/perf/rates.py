@@ -35,7 +35,7 @@ class Rates:
 # docs/performance.md, H200, torch 2.11. Denoising: the rollout's rate over the share that is no VAE and no waiting.
 H200 = {
     "StableDiffusion3Pipeline": Rates(
-        511e12, 514e12, 398e12, 370e12, 0.8e-3, 5.0e-3, "SD3.5-medium with LoRA, 512 x 512, 22 and 44 rows", 1.16
+        511e12, 514e12, 398e12, 370e12, 0.8e-3, 5.0e-3, "SD3.5-medium with LoRA, 512 x 512, 22 and 44 rows", 1.25
     ),
     "QwenImagePipeline": Rates(
         565e12, 565e12, 420e12, 150e12, 4.4e-3, 4.6e-3, "Qwen-Image with LoRA, 512 x 512, 16 and 8 rows", 1.40

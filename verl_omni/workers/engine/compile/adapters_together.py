@@ -14,6 +14,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from verl_omni.workers.engine.compile.computed_once import add, is_given, share
 
@@ -111,12 +112,11 @@ def sums(node: torch.fx.Node) -> list[torch.fx.Node]:
     like = node.meta["val"]
     while len(node.users) == 1:
         (user,) = node.users
-        alike = user.op == "call_function" and "val" in user.meta and user.meta["val"].dtype == like.dtype
-        if not alike or user.meta["val"].numel() != like.numel() or user.target not in (aten.add.Tensor, *VIEWS):
+        if user.target not in (aten.add.Tensor, *VIEWS) or user.meta["val"].dtype != like.dtype:
             break
         if user.target is aten.add.Tensor:
             shapes = [one.meta["val"].shape for one in user.all_input_nodes]
-            if user.kwargs or len(shapes) != 2 or shapes[0] != shapes[1]:
+            if user.kwargs or len(shapes) != 2 or not is_same(*shapes):
                 break
             found.append(user)
         node = user
@@ -155,6 +155,11 @@ def is_turned(node: torch.fx.Node) -> bool:
 def is_narrow(product: torch.fx.Node, dim: int) -> bool:
     size = product.meta["val"].shape[dim]
     return isinstance(size, int) and size <= NARROW
+
+
+def is_same(one: torch.Size, other: torch.Size) -> bool:
+    """For all sizes that a graph of any size is for."""
+    return len(one) == len(other) and all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))
 
 
 def is_weight(node: torch.fx.Node) -> bool:
