@@ -4,15 +4,15 @@ import re
 
 import pytest
 import torch
+from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import layer_norm, linear, rms_norm
 
-from verl_omni.workers.engine.compile.adapters_together import adapters_together
+from verl_omni.workers.engine.compile.adapters_together import PRODUCT, adapters_together, put_together
 
 WIDTH, RANK, ROWS = 64, 4, (2, 96)
 PRODUCTS = re.compile(r"(?:extern_kernels\.(?:mm|addmm)|_mkl_linear|_linear_pointwise\w*)\(")
-
-pytestmark = pytest.mark.slow  # the compiler
 
 
 def drawn(*shape: int, seed: int) -> torch.Tensor:
@@ -71,6 +71,7 @@ def compiled(function, options, dtype):
     return found, gradients(function, x, given, autocast), [len(PRODUCTS.findall(code)) for code in codes]
 
 
+@pytest.mark.slow  # the compiler
 @pytest.mark.parametrize(
     ("function", "apart", "together"),
     [
@@ -88,6 +89,7 @@ def test_fewer_products_and_the_same_gradients(function, apart, together):
         assert (one - other).norm() < 1e-5 * other.norm()
 
 
+@pytest.mark.slow  # the compiler
 def test_in_bfloat16_it_rounds_no_more_often():
     """As an update on a GPU, under autocast: as near to float32 as without."""
     options = {"joint_custom_post_pass": adapters_together()}
@@ -98,3 +100,47 @@ def test_in_bfloat16_it_rounds_no_more_often():
     for one, other, true in zip(together, apart, exact, strict=True):
         off, usual = ((found.float() - true).norm() / true.norm() for found in (one, other))
         assert off < 1.1 * usual + 1e-6 and off < 0.02
+
+
+SUMS = {
+    "one after the other": lambda parts, rest: ((parts[0] + rest) + parts[1]) + parts[2],
+    "two before": lambda parts, rest: parts[0] + ((parts[1] + parts[2]) + rest),
+    "seen otherwise": lambda parts, rest: (
+        parts[1].view(*ROWS, WIDTH) + (parts[2] + (rest + parts[0])).view(*ROWS, WIDTH)
+    ),
+}
+APART = {  # what is no part of one sum stays as it is
+    "one is used twice": (lambda parts, rest: (parts[0] + parts[1] + parts[2]) * parts[1], 2),
+    "two sums": (lambda parts, rest: ((parts[0] + rest) * 2, parts[1] + parts[2]), 3),
+    "times two": (lambda parts, rest: torch.add(parts[0] + parts[1], parts[2], alpha=2), 2),
+    "row by row": (lambda parts, rest: parts[0] + parts[1] + parts[2][:1], 2),
+}
+
+
+def backward(x, inner, weights, rest, summed):
+    """What a backward has of three adapters of one input, with their products in the graph of the forward."""
+    forward = [x @ weight.permute(1, 0) for weight in weights]
+    gradients = [one.permute(1, 0) @ x for one in inner]
+    return forward, gradients, summed([one @ weight for one, weight in zip(inner, weights, strict=True)], rest)
+
+
+@pytest.mark.parametrize(
+    ("summed", "left"), [*((summed, 1) for summed in SUMS.values()), *APART.values()], ids=[*SUMS, *APART]
+)
+def test_parts_of_one_sum_are_one_product(summed, left):
+    rows = ROWS[0] * ROWS[1]
+    inner, weights = (
+        [drawn(*shape, seed=seed + i) for i in range(3)] for shape, seed in (((rows, RANK), 40), ((RANK, WIDTH), 50))
+    )
+    given = drawn(rows, WIDTH, seed=60).double(), [t.double() for t in inner], [w.double() for w in weights]
+    given = *given, drawn(rows, WIDTH, seed=61).double()
+    graph = make_fx(lambda *given: backward(*given, summed), tracing_mode="fake")(*given)
+    before = torch.utils._pytree.tree_leaves(graph(*given))
+    put_together(graph.graph)
+    stable_topological_sort(graph.graph)
+    graph.graph.eliminate_dead_code()
+    graph.graph.lint()
+    graph.recompile()
+    assert sum(node.target is PRODUCT for node in graph.graph.nodes) == 2 + left
+    for one, other in zip(torch.utils._pytree.tree_leaves(graph(*given)), before, strict=True):
+        torch.testing.assert_close(one, other)

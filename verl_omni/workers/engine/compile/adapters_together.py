@@ -79,17 +79,16 @@ def below_each_other(
 
 def as_one_sum(graph: torch.fx.Graph, inner: list[torch.fx.Node]) -> None:
     """[t₁, t₂, ...] A in place of tᵢ Aᵢ, where these are parts of one sum and nothing else."""
-    parts = [(product, sums(product)) for t in inner for product in t.users if is_part(product, t)]
-    everywhere = set.intersection(*(set(found) for _, found in parts)) if len(parts) > 1 else None
-    if not everywhere:
+    parts = [product for t in inner for product in t.users if is_part(product, t)]
+    if len(parts) < 2 or not set.intersection(*(set(sums(product)) for product in parts)):
         return
-    (first, _), *others = parts
-    with graph.inserting_before(others[-1][0]):
-        left = add(graph, aten.cat.default, [product.args[0] for product, _ in parts], 1)
-        whole = add(graph, PRODUCT, left, add(graph, aten.cat.default, [product.args[1] for product, _ in parts]))
-    for product, (own, *_) in others:
-        leaf = seen_as(product)
-        (rest,) = (one for one in own.args if one is not leaf)
+    first, *others = parts
+    with graph.inserting_before(others[-1]):
+        left, right = (add(graph, aten.cat.default, [part.args[side] for part in parts], 1 - side) for side in (0, 1))
+        whole = add(graph, PRODUCT, left, right)
+    for product in others:
+        own, *_ = sums(product)
+        (rest,) = (one for one in own.args if one is not seen_as(product))
         own.replace_all_uses_with(rest)
         graph.erase_node(own)
     first.replace_all_uses_with(whole)
@@ -135,8 +134,8 @@ def hand_out(graph: torch.fx.Graph, whole: torch.fx.Node, products: list[torch.f
 def simplify(graph: torch.fx.Graph) -> None:
     """No conversion to what something is already, and nothing turned twice: what is the same is to look the same."""
     for node in list(graph.nodes):
-        if node.op != "call_function" or not node.all_input_nodes:
-            continue
+        if node.op != "call_function" or not node.all_input_nodes or any(user.op == "output" for user in node.users):
+            continue  # what leaves the graph is to be a tensor of its own
         before = node.all_input_nodes[0]
         if node.target is CONVERT and before.meta["val"].dtype == node.args[1]:
             same = before
