@@ -7,7 +7,8 @@
 Writes a small vision-language model of random weights (LLaVA) that says one digit from 1 to 5 of an image, and a tiny
 Stable Diffusion 3. The run trains the second with `vlm_judge` as its reward, on a Ray that this script starts: on a
 machine with one GPU it says that there are two, and training and judge then share it. After a few steps the server is
-killed. Prints what happened, and ends with an error where a score is missing or the server did not come back.
+killed. Prints what happened, and ends with an error where a score is missing or the server did not come back. While the
+server starts nobody else may give memory of its GPU back, or it ends.
 """
 
 import argparse
@@ -107,6 +108,13 @@ def say_one_digit(model: torch.nn.Module, digits: list[int], end: int) -> None:
     head[end, 0] = 100
     for linear in (model.model.multi_modal_projector.linear_1, model.model.multi_modal_projector.linear_2):
         linear.weight.mul_(10)
+
+
+def check_late_imports() -> None:
+    """What `vllm serve` imports only after it has loaded its model."""
+    late = ("blake3", "prometheus_fastapi_instrumentator", "uvicorn", "watchfiles")
+    if missing := [name for name in late if importlib.util.find_spec(name) is None]:
+        sys.exit(f"error: vllm serve needs {', '.join(missing)}: pip install {' '.join(missing).replace('_', '-')}")
 
 
 def with_command(folder: Path) -> dict[str, str]:
@@ -212,6 +220,7 @@ def main() -> None:
         return
     if not torch.cuda.is_available():
         sys.exit("error: torch sees no GPU here, and vllm serve needs one: use --only-write")
+    check_late_imports()
     environment = with_command(folder) | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     ray = start_ray(environment, options.port)
     try:

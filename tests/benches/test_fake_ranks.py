@@ -38,7 +38,8 @@ def test_of_three_updates_the_middle_one_counts(monkeypatch, tmp_path):
 
     class Worker:
         def __init__(self, config):
-            self.engine = types.SimpleNamespace(module=types.SimpleNamespace(parameters=lambda: []))
+            module, adapter = types.SimpleNamespace(parameters=lambda: []), types.SimpleNamespace(trained_modules=lambda module: {})
+            self.engine = types.SimpleNamespace(module=module, adapter=adapter)
 
         def init_model(self): ...
 
@@ -65,6 +66,13 @@ def test_of_three_updates_the_middle_one_counts(monkeypatch, tmp_path):
     single = {"update s": 1.0, "rows": 8}
     assert fake_ranks.against(found, single) == 2.0 and fake_ranks.against(single, single) == 1.0
     assert found["update ms a row"] == 250.0 and (found["ranks"], found["rows"]) == (8, 8)
+
+
+def test_channels_of_one_value_can_be_divided_by_their_norm():
+    """Qwen-Image's CFG divides by it. The share of one of 64 ranks is one row of the last layer."""
+    sample, *others = fake_ranks.channels_apart(None, (), (torch.zeros(2, 3, 64, dtype=torch.bfloat16), "more"))
+    assert sample.dtype == torch.bfloat16 and others == ["more"]
+    assert (sample.norm(dim=-1) > 0).all() and sample.abs().max() <= 0.0101
 
 
 def test_a_profile_has_what_ran_inside(tmp_path):
