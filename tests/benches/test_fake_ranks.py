@@ -38,7 +38,10 @@ def test_of_three_updates_the_middle_one_counts(monkeypatch, tmp_path):
 
     class Worker:
         def __init__(self, config):
-            module, adapter = types.SimpleNamespace(parameters=lambda: []), types.SimpleNamespace(trained_modules=lambda module: {})
+            module, adapter = (
+                types.SimpleNamespace(parameters=lambda: []),
+                types.SimpleNamespace(trained_modules=lambda module: {}),
+            )
             self.engine = types.SimpleNamespace(module=module, adapter=adapter)
 
         def init_model(self): ...
