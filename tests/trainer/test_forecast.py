@@ -490,12 +490,11 @@ def test_what_the_plan_does_not_know_it_says(tmp_path):
     draft = asked("actor_rollout_ref.model.algorithm=draft", f"{ACTOR}.diffusion_loss.loss_mode=draft")
     assert ["the decoder's activations and a reward's model" in line for line in draft] == [True]
     assert "while training goes on" in asked(f"{ACTOR}.checkpoint.async_save=true")[0]
-    for away in (
-        f"{ACTOR}.engine.param_offload",
-        f"{ACTOR}.engine.optimizer_offload",
-        "actor_rollout_ref.rollout.encoder_offload",
-    ):
-        assert asked(f"{away}=true") == ["the seconds in which what is offloaded goes to the host's memory and back"]
+    for away in (f"{ACTOR}.engine.sample_offload", "actor_rollout_ref.rollout.encoder_offload"):
+        assert asked(f"{away}=true") == [
+            "the seconds in which text encoders and samples go to the host's memory and back"
+        ]
+    assert asked(f"{ACTOR}.engine.param_offload=true", f"{ACTOR}.engine.optimizer_offload=true") == []
     assert asked("trainer.mode=separate") == ["the seconds that weights take to the rollout servers"]
     assert asked(f"{MODEL}.architecture=GlmImagePipeline") == ["the tokens that the model writes before it draws"]
 

@@ -207,6 +207,43 @@ def learned(*given: str, mode: str = "colocated", **more: object) -> float:
     return StepTime(costs, settings, dataclasses.replace(one, **more), rate).learning(Layout(), mode).learning
 
 
+@pytest.mark.parametrize(
+    ("offloaded", "trained", "reference", "gigabytes"),
+    [
+        # of 10 GB of weights: drawn with, looked at by the reference, and learned with
+        ([], 10, True, 0),
+        (["param"], 10, True, 3 * (10 + 10) + 4 * 10),  # today's leave for the first, and come back
+        (["param"], 1, True, 3 * (10 + 1)),  # LoRA's reference is the model without it
+        (["param"], 10, False, 2 * (10 + 10)),
+        (["optimizer"], 10, False, 2 * 2 * (2 * 10)),  # two steps, AdamW's two numbers a weight
+        (["ref"], 10, True, 4 * 10),
+    ],
+)
+def test_what_is_offloaded_comes_and_goes(offloaded, trained, reference, gigabytes):
+    """At 25 GB/s, shared by two ranks of a copy."""
+    where = {"ref": "actor_rollout_ref.ref.param_offload"}
+    given = [f"{where.get(what, f'{ACTOR}.engine.{what}_offload')}=true" for what in offloaded]
+    lora = "actor_rollout_ref.model.lora_rank=8" if trained < 10 else "actor_rollout_ref.model.lora_rank=0"
+
+    def seconds(*given: str) -> float:
+        settings = settings_of(lora, *given)
+        passes = SimpleNamespace(forward=lambda rows: Pass(), training=lambda *how: Pass())
+        weights = SimpleNamespace(
+            blocks=0, gathered=lambda itemsize: 0, trained=0,
+            bytes=lambda parts: 10e9 / parts, trained_bytes=lambda parts: trained * 1e9 / parts,
+        )  # fmt: skip
+        costs = SimpleNamespace(
+            passes=passes, weights=weights, dtype=torch.bfloat16, own_part=lambda ranks: 1.0,
+            decode=lambda *how: Pass(),
+        )  # fmt: skip
+        asked = dataclasses.replace(amounts(settings), reference=reference, updates=2)
+        time = StepTime(costs, settings, asked, rates("h200", None))
+        layout = Layout(shard=2)
+        return time.drawing(2, layout).drawing + time.learning(layout).learning
+
+    assert seconds(*given) - seconds() == pytest.approx(gigabytes / 2 / 25)
+
+
 @pytest.fixture
 def exact_products():
     """Something else in this process may have allowed TF32."""

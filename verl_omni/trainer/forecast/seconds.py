@@ -12,6 +12,8 @@ from verl_omni.perf.rates import Rates
 from verl_omni.trainer.checks.correction import same_arithmetic
 from verl_omni.trainer.forecast.amounts import Amounts
 from verl_omni.trainer.forecast.model import ModelCosts, compiles
+from verl_omni.trainer.forecast.stages import whole_model
+from verl_omni.workers.engine.optimizer import optimizer_ratio
 from verl_omni.workers.layout import Layout
 from verl_omni.workers.old_log_probs import choose_old_log_probs
 
@@ -87,7 +89,7 @@ class StepTime:
         return Seconds(
             denoise=more * forwards * one,
             decode=decode,
-            rollout_overhead=measured.ROLLOUT_OVERHEAD,
+            rollout_overhead=measured.ROLLOUT_OVERHEAD + (self._comes_and_goes(shared) if shared else 0.0),
         )
 
     def learning(self, layout: Layout, mode: str = "colocated") -> Seconds:
@@ -102,6 +104,7 @@ class StepTime:
             count = math.ceil(pairs / rows)
             rate = self.rates.reference * self._pace(self.arr.ref.precision, compiled)
             reference = halves * count * self._spread(self._forward(rows, rate, layout), layout, passes=1)
+            reference += self._comes_and_goes(layout) + self._reference_comes(layout)
         pairs = self.amounts.pairs(layout)
         rows = min(self.micro, pairs)
         checkpointing = model.enable_gradient_checkpointing
@@ -120,7 +123,31 @@ class StepTime:
         drawn = self.amounts.keeps_uncond and source != "recompute" and not self._stale(mode)
         halves = self.amounts.updates - bool(drawn)  # the first finds the rollout's own, of weights that have not moved
         update = self.amounts.updates * first + passes * before + halves * unguided
-        return Seconds(reference=reference, update=update)
+        return Seconds(reference=reference, update=update + self._comes_and_goes(layout) + self._state_comes(layout))
+
+    def _comes_and_goes(self, layout: Layout) -> float:
+        """Weights that are on the host between stages. What is frozen has its copy there already."""
+        if not self.arr.actor.engine.param_offload:
+            return 0.0
+        weights = self.costs.weights
+        return (weights.bytes(layout.parts) + weights.trained_bytes(layout.parts)) / measured.TO_HOST
+
+    def _reference_comes(self, layout: Layout) -> float:
+        """A model of your own; or weights as they were at first, which change places with today's, and back again."""
+        ref, lora = self.arr.ref, self.arr.model.lora_rank
+        if not (ref.param_offload or self.arr.actor.engine.param_offload):
+            return 0.0
+        if ref.path is not None:
+            return whole_model(self.costs, lora) / layout.parts / measured.TO_HOST
+        return 0.0 if lora else 4 * self.costs.weights.trained_bytes(layout.parts) / measured.TO_HOST
+
+    def _state_comes(self, layout: Layout) -> float:
+        """The optimizer's, for each of its steps, there and back."""
+        actor = self.arr.actor
+        if not actor.engine.optimizer_offload:
+            return 0.0
+        state = self.costs.weights.trained_bytes(layout.parts) * optimizer_ratio(actor.optim)
+        return 2 * self.amounts.updates * state / measured.TO_HOST
 
     def _stale(self, mode: str) -> bool:
         """Whether weights learn from what earlier ones drew."""

@@ -269,17 +269,12 @@ def not_counted(settings: DiffusionTrainerConfig) -> list[str]:
         "what 8 bits cost where blocks are not compiled": bool(in_8_bits(settings)) and not compiles(settings),
         "the seconds of what is written while training goes on": arr.actor.checkpoint.async_save,
         "the seconds that weights take to the rollout servers": settings.trainer.mode != "colocated",
-        "the seconds in which what is offloaded goes to the host's memory and back": _offloads(settings),
+        "the seconds in which text encoders and samples go to the host's memory and back": (
+            arr.rollout.encoder_offload or arr.actor.engine.sample_offload
+        ),
     }
     engine = engine_class(arr.actor.strategy).not_counted
     return [what for what, asked in found.items() if asked] + ([engine] if engine else [])
-
-
-def _offloads(settings: DiffusionTrainerConfig) -> bool:
-    arr = settings.actor_rollout_ref
-    engine = arr.actor.engine
-    of_training = engine.param_offload or engine.optimizer_offload or engine.sample_offload
-    return of_training or arr.ref.param_offload or arr.rollout.encoder_offload
 
 
 class ServerMemory:
