@@ -114,12 +114,16 @@ APART = {  # what is no part of one sum stays as it is
     "two sums": (lambda parts, rest: ((parts[0] + rest) * 2, parts[1] + parts[2]), 3),
     "times two": (lambda parts, rest: torch.add(parts[0] + parts[1], parts[2], alpha=2), 2),
     "row by row": (lambda parts, rest: parts[0] + parts[1] + parts[2][:1], 2),
+    "half precision is added": (
+        lambda parts, rest: parts[0] + parts[1] + ((parts[2] + rest.bfloat16()) + (1 / rest).bfloat16()),
+        2,
+    ),
 }
 
 
 def backward(x, inner, weights, rest, summed):
     """What a backward has of three adapters of one input, with their products in the graph of the forward."""
-    forward = [x @ weight.permute(1, 0) for weight in weights]
+    forward = [x @ weight.permute(1, 0) * 2 for weight in weights]
     gradients = [one.permute(1, 0) @ x for one in inner]
     return forward, gradients, summed([one @ weight for one, weight in zip(inner, weights, strict=True)], rest)
 
@@ -134,13 +138,54 @@ def test_parts_of_one_sum_are_one_product(summed, left):
     )
     given = drawn(rows, WIDTH, seed=60).double(), [t.double() for t in inner], [w.double() for w in weights]
     given = *given, drawn(rows, WIDTH, seed=61).double()
-    graph = make_fx(lambda *given: backward(*given, summed), tracing_mode="fake")(*given)
+    assert put_together_in(lambda *given: backward(*given, summed), *given) == 2 + left
+
+
+def put_together_in(function, *given) -> int:
+    """The products that are left. What is returned stays what it was."""
+    graph = make_fx(function, tracing_mode="fake")(*given)
     before = torch.utils._pytree.tree_leaves(graph(*given))
     put_together(graph.graph)
     stable_topological_sort(graph.graph)
     graph.graph.eliminate_dead_code()
     graph.graph.lint()
     graph.recompile()
-    assert sum(node.target is PRODUCT for node in graph.graph.nodes) == 2 + left
     for one, other in zip(torch.utils._pytree.tree_leaves(graph(*given)), before, strict=True):
         torch.testing.assert_close(one, other)
+        assert one.stride() == other.stride()
+    return sum(node.target is PRODUCT for node in graph.graph.nodes)
+
+
+def lows_and_gradients(x, first, second, inner, between):
+    """Two adapters, and x's products with what `between` makes of them and of a gradient."""
+    lows = x @ first.permute(1, 0) * 2, x @ second.permute(1, 0) * 2
+    one, other = between(*lows, inner, x)
+    return lows, one.permute(1, 0) @ x * 2, other.permute(1, 0) @ x * 2
+
+
+def one_of_the_forward(low, _, inner, x):
+    return low, inner
+
+
+def one_after_the_other(low, _, inner, x):
+    return inner, inner * (inner.permute(1, 0) @ x).sum()
+
+
+@pytest.mark.parametrize("between", [one_of_the_forward, one_after_the_other])
+def test_what_cannot_be_had_at_one_place_stays_apart(between):
+    def traced(x, first, second, tangents):
+        return lows_and_gradients(x, first, second, tangents, between)
+
+    given = (drawn(96, WIDTH, seed=1), drawn(RANK, WIDTH, seed=2), drawn(RANK, WIDTH, seed=3), drawn(96, RANK, seed=4))
+    assert put_together_in(traced, *given) == 3
+
+
+def test_what_a_block_returns_lies_as_it_did():
+    """Columns of one tensor could not be viewed as rows."""
+
+    def traced(x, first, second):
+        return x @ first.permute(1, 0), x @ second.permute(1, 0)
+
+    assert (
+        put_together_in(traced, drawn(96, WIDTH, seed=1), drawn(RANK, WIDTH, seed=2), drawn(RANK, WIDTH, seed=3)) == 2
+    )

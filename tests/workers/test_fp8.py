@@ -254,18 +254,19 @@ def test_an_input_of_several_layers_is_quantised_once():
     assert all(torch.equal(one, other) for one, other in zip(plain, traced(image, text, time), strict=True))
 
 
-def test_what_is_random_or_written_into_is_not_shared():
+def test_what_is_random_or_written_into_or_returned_is_not_shared():
     def twice(x):
         first, second = torch.rand_like(x), torch.rand_like(x)
         one, other = x + 1, x + 1
         one.mul_(2)
-        return first, second, one, other, x.sum(1), x.sum(1)
+        return first, second, one, other, x.cos(), x.cos().view(9), x.sum(1) * 1, x.sum(1) * 2
 
-    graph = make_fx(twice)(torch.ones(3, 3))
+    graph = make_fx(twice, tracing_mode="fake")(torch.ones(3, 3))
     share(graph.graph)
     graph.recompile()
-    first, second, one, other, *sums = graph(torch.ones(3, 3))
+    first, second, one, other, returned, viewed, *sums = graph(torch.ones(3, 3))
     assert not torch.equal(first, second) and one.eq(4).all() and other.eq(2).all() and sums[0].eq(3).all()
+    assert returned.data_ptr() != viewed.data_ptr()
     assert sum(node.target is torch.ops.aten.sum.dim_IntList for node in graph.graph.nodes) == 1
 
 

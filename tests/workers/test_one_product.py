@@ -8,7 +8,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from verl_omni.workers.engine.compile.computed_once import share
-from verl_omni.workers.engine.compile.in_eight_bits import PRODUCT, in_eight_bits, multiply_at_once
+from verl_omni.workers.engine.compile.in_eight_bits import PRODUCT, in_eight_bits, multiply_at_once, tell_by_sigmoid
 from verl_omni.workers.engine.fp8 import quantised
 
 WIDTHS = (48, 16, 32)
@@ -81,11 +81,35 @@ def test_products_of_one_input_are_one(with_bias):
 def test_other_inputs_and_layers_without_a_bias_stay_apart():
     def several(x, y, layers):
         first, second, third = layers
-        return [multiplied(x, *first), multiplied(y, *second), multiplied(x, *third[:2], None), multiplied(y, *third)]
+        calls = (x, *first), (y, *second), (x, *third[:2], None), (y, *third)
+        return [multiplied(*call).float() for call in calls]
 
     products, after, before = joined(several, drawn(2, 8, 32, seed=20), drawn(2, 8, 32, seed=21), LAYERS)
     assert products == 3
     assert all(torch.equal(one, other) for one, other in zip(after, before, strict=True))
+
+
+def test_layers_of_two_inputs_are_one_product_for_each():
+    """Their biases, converted once, are used by both."""
+
+    def twice(x, y, layers):
+        return attended(x, layers) + attended(y, layers)
+
+    products, after, before = joined(twice, drawn(2, 8, 32, seed=20), drawn(2, 8, 32, seed=21), LAYERS)
+    assert products == 2
+    assert all(torch.equal(one, other) for one, other in zip(after, before, strict=True))
+
+
+def test_results_of_a_block_lie_as_they_did():
+    """Columns of one tensor could not be viewed as rows."""
+
+    def returned(x, layers):
+        return [multiplied(x, *one) for one in layers]
+
+    products, after, before = joined(returned, drawn(2, 8, 32, seed=20), LAYERS)
+    assert products == 3
+    assert all(torch.equal(one, other) for one, other in zip(after, before, strict=True))
+    assert all(found.is_contiguous() for found in after)
 
 
 def test_a_weight_that_comes_of_a_product_stays_where_it_is():
@@ -96,6 +120,18 @@ def test_a_weight_that_comes_of_a_product_stays_where_it_is():
 
     products, after, before = joined(chained, drawn(2, 8, 32, seed=20), LAYERS)
     assert products == 2 and torch.equal(after, before)
+
+
+@pytest.mark.parametrize(("times", "left"), [({}, 0), ({"alpha": 3}, 1)])
+def test_one_more_than_tanh_is_told_by_sigmoid(times, left):
+    given = torch.linspace(-20, 20, 81)
+    graph = make_fx(lambda z: torch.add(torch.tanh(z), 1, **times), tracing_mode="fake")(given)
+    before = graph(given)
+    tell_by_sigmoid(graph.graph)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    torch.testing.assert_close(graph(given), before)
+    assert sum(node.target is torch.ops.aten.tanh.default for node in graph.graph.nodes) == left
 
 
 @pytest.mark.slow  # 20 s: the compiler

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from verl_omni.workers.engine.compile.computed_once import add, is_given, share
+from verl_omni.workers.engine.compile import computed_once
+from verl_omni.workers.engine.compile.computed_once import add, is_given, leaving, share
 
 aten = torch.ops.aten
 PRODUCT, TURN, CONVERT = aten.mm.default, aten.permute.default, torch.ops.prims.convert_element_type.default
@@ -27,15 +28,15 @@ NARROW = 512  # columns: of an adapter, not of a layer
 @functools.cache  # one for all blocks, so that dynamo sees one compiler and shares their graphs
 def adapters_together() -> Any:
     """For `options` of `torch.compile`, under `joint_custom_post_pass`."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
     class AdaptersTogether(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
             put_together(graph)
 
-        def uuid(self) -> str:
-            """By which kernels on disk are found: another one, where the pass does something else."""
-            return "verl_omni adapters together, 1"
+        def uuid(self) -> bytes:
+            """By which kernels on disk are found: another one, where the pass may do something else."""
+            return get_hash_for_files((__file__, computed_once.__file__))
 
     return AdaptersTogether()
 
@@ -45,16 +46,17 @@ def put_together(graph: torch.fx.Graph) -> None:
     simplify(graph)
     share(graph)
     forward, backward = defaultdict(list), defaultdict(list)
+    out = leaving(graph)
     for node in graph.find_nodes(op="call_function", target=PRODUCT):
         left, right = node.args
-        if is_turned(right) and is_narrow(node, 1) and is_weight(right.args[0]):
+        if is_turned(right) and is_narrow(node, 1) and is_weight(right.args[0]) and node not in out:
             forward[left].append(node)
         if is_turned(left) and is_narrow(node, 0):
             backward[right].append(node)
     for x, products in forward.items():
         if len(products) > 1:
             side_by_side(graph, x, products)
-            if len(backward[x]) > 1:
+            if len(backward[x]) > 1 and can_be_one(backward[x]):
                 inner = [product.args[0].args[0] for product in backward[x]]
                 below_each_other(graph, x, inner, backward[x])
                 as_one_sum(graph, inner)
@@ -114,8 +116,8 @@ def sums(node: torch.fx.Node) -> list[torch.fx.Node]:
         if user.target not in (aten.add.Tensor, *VIEWS) or user.meta["val"].dtype != like.dtype:
             break
         if user.target is aten.add.Tensor:
-            shapes = [one.meta["val"].shape for one in user.all_input_nodes]
-            if user.kwargs or len(shapes) != 2 or not is_same(*shapes):
+            values = [one.meta["val"] for one in user.all_input_nodes]
+            if user.kwargs or len(values) != 2 or not is_same(*values):
                 break
             found.append(user)
         node = user
@@ -133,9 +135,10 @@ def hand_out(graph: torch.fx.Graph, whole: torch.fx.Node, products: list[torch.f
 
 def simplify(graph: torch.fx.Graph) -> None:
     """No conversion to what something is already, and nothing turned twice: what is the same is to look the same."""
+    out = leaving(graph)
     for node in list(graph.nodes):
-        if node.op != "call_function" or not node.all_input_nodes or any(user.op == "output" for user in node.users):
-            continue  # what leaves the graph is to be a tensor of its own
+        if node.op != "call_function" or not node.all_input_nodes or node in out:
+            continue
         before = node.all_input_nodes[0]
         if node.target is CONVERT and before.meta["val"].dtype == node.args[1]:
             same = before
@@ -156,11 +159,32 @@ def is_narrow(product: torch.fx.Node, dim: int) -> bool:
     return isinstance(size, int) and size <= NARROW
 
 
-def is_same(one: torch.Size, other: torch.Size) -> bool:
-    """For all sizes that a graph of any size is for."""
-    return len(one) == len(other) and all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))
+def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """In its dtype, and in its shape for all sizes that a graph of any size is for."""
+    sizes = zip(one.shape, other.shape, strict=False)
+    return (one.dtype, one.ndim) == (other.dtype, other.ndim) and all(statically_known_true(a == b) for a, b in sizes)
 
 
 def is_weight(node: torch.fx.Node) -> bool:
     """A parameter, or what autocast makes of it; no gradient that comes in."""
-    return is_given(node) and not any("tangents" in one.name for one in (node, *node.all_input_nodes))
+    return is_given(node) and not any(map(comes_in, (node, *node.all_input_nodes)))
+
+
+def comes_in(node: torch.fx.Node) -> bool:
+    """As a gradient."""
+    return node.op == "placeholder" and "tangents" in node.name
+
+
+def can_be_one(products: list[torch.fx.Node]) -> bool:
+    """None is needed for another, and all or none wait for a gradient that comes in."""
+    before = [needed(product) for product in products]
+    return len({any(map(comes_in, found)) for found in before}) == 1 and not set(products) & set.union(*before)
+
+
+def needed(node: torch.fx.Node) -> set[torch.fx.Node]:
+    found, left = set(), [node]
+    while left:
+        more = set(left.pop().all_input_nodes) - found
+        found |= more
+        left += more
+    return found

@@ -11,13 +11,25 @@ import torch
 def share(graph: torch.fx.Graph) -> None:
     """Calls of one operation with the same arguments become one. No number changes."""
     seen: dict[tuple, torch.fx.Node] = {}
+    out = leaving(graph)
     for node in list(graph.nodes):
-        if node.op != "call_function" or not is_pure(node) or any(not is_pure(user) for user in node.users):
+        if node.op != "call_function" or node in out or not all(map(is_pure, (node, *node.users))):
             continue
         first = seen.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)  # 1 is not 1.0
         if first is not node:
             node.replace_all_uses_with(first)
             graph.erase_node(node)
+
+
+def leaving(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """What the graph returns, and what has memory in common with it: each result is to be a tensor of its own."""
+    results = {memory(node) for node in graph.output_node().all_input_nodes} - {None}
+    return {node for node in graph.nodes if memory(node) in results}
+
+
+def memory(node: torch.fx.Node) -> int | None:
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
 def is_pure(node: torch.fx.Node) -> bool:
