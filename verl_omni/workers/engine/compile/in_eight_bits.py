@@ -39,8 +39,8 @@ def multiply_at_once(graph: torch.fx.Graph) -> None:
     """8-bit products of one input become one, of their weights below each other: the same sums, of which each layer
     takes its columns.
 
-    Each row of a weight has a scale of its own, so that nothing is quantised otherwise. Copying weights together takes
-    a hundredth of the product, which is 1.4 times as fast in one piece as in three.
+    Each row of a weight has a scale of its own, so that nothing is quantised otherwise. A forward of SD3.5-medium takes
+    a hundredth less, weights copied together in it.
     """
     from torch._inductor.pattern_matcher import stable_topological_sort
 
