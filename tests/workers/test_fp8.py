@@ -26,7 +26,7 @@ from verl_omni.pipelines.builtin import BUILTIN
 from verl_omni.pipelines.model_base import DiffusionModelBase
 from verl_omni.workers.engine import base, fp8
 from verl_omni.workers.engine.compile.blocks import compile_blocks, repeated_blocks
-from verl_omni.workers.engine.compile.computed_once import share
+from verl_omni.workers.engine.compile.graphs import share
 from verl_omni.workers.engine.compile.in_eight_bits import in_eight_bits
 from verl_omni.workers.engine.fp8 import E4M3, Fp8Layers, chosen_layers, layers_of, product, quantised, refuse_old_gpu
 from verl_omni.workers.rollout.diffusers_rollout import DiffusersRollout

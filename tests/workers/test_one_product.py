@@ -7,7 +7,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from verl_omni.workers.engine.compile.computed_once import share
+from verl_omni.workers.engine.compile.graphs import share
 from verl_omni.workers.engine.compile.in_eight_bits import PRODUCT, in_eight_bits, multiply_at_once, tell_by_sigmoid
 from verl_omni.workers.engine.fp8 import quantised
 

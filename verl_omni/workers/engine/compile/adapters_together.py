@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from verl_omni.workers.engine.compile import computed_once
-from verl_omni.workers.engine.compile.computed_once import add, is_given, leaving, share
+from verl_omni.workers.engine.compile import graphs
+from verl_omni.workers.engine.compile.graphs import add, hand_out, is_given, is_turned, leaving, share
 
 aten = torch.ops.aten
 PRODUCT, TURN, CONVERT = aten.mm.default, aten.permute.default, torch.ops.prims.convert_element_type.default
@@ -36,7 +36,7 @@ def adapters_together() -> Any:
 
         def uuid(self) -> bytes:
             """By which kernels on disk are found: another one, where the pass may do something else."""
-            return get_hash_for_files((__file__, computed_once.__file__))
+            return get_hash_for_files((__file__, graphs.__file__))
 
     return AdaptersTogether()
 
@@ -124,15 +124,6 @@ def sums(node: torch.fx.Node) -> list[torch.fx.Node]:
     return found
 
 
-def hand_out(graph: torch.fx.Graph, whole: torch.fx.Node, products: list[torch.fx.Node], dim: int) -> None:
-    """To each product's users its part of the whole."""
-    begin = 0
-    for product in products:
-        end = begin + product.meta["val"].shape[dim]
-        product.replace_all_uses_with(add(graph, aten.slice.Tensor, whole, dim, begin, end))
-        begin = end
-
-
 def simplify(graph: torch.fx.Graph) -> None:
     """No conversion to what something is already, and nothing turned twice: what is the same is to look the same."""
     out = leaving(graph)
@@ -148,10 +139,6 @@ def simplify(graph: torch.fx.Graph) -> None:
             continue
         node.replace_all_uses_with(same)
         graph.erase_node(node)
-
-
-def is_turned(node: torch.fx.Node) -> bool:
-    return node.target is TURN and list(node.args[1]) == [1, 0]
 
 
 def is_narrow(product: torch.fx.Node, dim: int) -> bool:

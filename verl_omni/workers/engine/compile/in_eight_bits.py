@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from verl_omni.workers.engine.compile import computed_once
-from verl_omni.workers.engine.compile.computed_once import add, is_given, leaving, share
+from verl_omni.workers.engine.compile import graphs
+from verl_omni.workers.engine.compile.graphs import add, hand_out, is_given, is_turned, leaving, share
 
 aten = torch.ops.aten
 PRODUCT = aten._scaled_mm.default
@@ -30,7 +30,7 @@ def in_eight_bits() -> Any:
 
         def uuid(self) -> bytes:
             """By which kernels on disk are found: another one, where the pass may do something else."""
-            return get_hash_for_files((__file__, computed_once.__file__))
+            return get_hash_for_files((__file__, graphs.__file__))
 
     return InEightBits()
 
@@ -68,11 +68,7 @@ def join(graph: torch.fx.Graph, products: Any, weights: Any, scales: Any, biases
             "scale_b": add(graph, aten.permute.default, scale, [1, 0]),
             "bias": None if biases[0] is None else add(graph, aten.cat.default, list(biases)),
         }
-        whole, begin = add(graph, PRODUCT, *given.values()), 0
-        for product in products:
-            end = begin + product.meta["val"].shape[1]
-            product.replace_all_uses_with(add(graph, aten.slice.Tensor, whole, 1, begin, end))
-            begin = end
+        hand_out(graph, add(graph, PRODUCT, *given.values()), products, dim=1)
     for product in products:
         graph.erase_node(product)
 
@@ -95,7 +91,3 @@ def arguments(product: torch.fx.Node) -> dict[str, Any]:
     """By name, in their order."""
     names = [argument.name for argument in PRODUCT._schema.arguments]
     return dict.fromkeys(names) | dict(zip(names, product.args, strict=False)) | product.kwargs
-
-
-def is_turned(node: torch.fx.Node) -> bool:
-    return node.target is aten.t.default or (node.target is aten.permute.default and node.args[1] == [1, 0])

@@ -1,15 +1,14 @@
-"""What passes of the compiler have in common: what a graph computes twice is computed once.
+"""What passes of the compiler have in common: how they read the graphs that they are given, and change them."""
 
-Inductor does not look for that where there is no gradient.
-"""
-
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 
 def share(graph: torch.fx.Graph) -> None:
-    """Calls of one operation with the same arguments become one. No number changes."""
+    """Calls of one operation with the same arguments become one, which inductor does not see to where there is no
+    gradient. No number changes."""
     seen: dict[tuple, torch.fx.Node] = {}
     out = leaving(graph)
     for node in list(graph.nodes):
@@ -49,6 +48,20 @@ def add(graph: torch.fx.Graph, operation: torch._ops.OpOverload, *args: Any) -> 
     values = torch.fx.node.map_arg(args, lambda one: one.meta["val"])
     node.meta |= {"val": operation(*values), "eager_input_vals": (values, {})}  # the layouts that it is to be given
     return node
+
+
+def hand_out(graph: torch.fx.Graph, whole: torch.fx.Node, products: Iterable[torch.fx.Node], dim: int) -> None:
+    """To each product's users its part of the whole."""
+    begin = 0
+    for product in products:
+        end = begin + product.meta["val"].shape[dim]
+        product.replace_all_uses_with(add(graph, torch.ops.aten.slice.Tensor, whole, dim, begin, end))
+        begin = end
+
+
+def is_turned(node: torch.fx.Node) -> bool:
+    aten = torch.ops.aten
+    return node.target is aten.t.default or (node.target is aten.permute.default and list(node.args[1]) == [1, 0])
 
 
 def is_given(node: torch.fx.Node | None) -> bool:
